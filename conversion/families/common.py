@@ -1,0 +1,149 @@
+"""What many families share: entries for sizes and RoPE, rules for names that LLaMA and we have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import NotExpressible, UnsupportedField
+from ..ops import both, weight
+from ..relation import Const, Derived, Entry, Field, Values
+from ..rules import Drop, Rule
+
+LAYER = "model.layers.{i}"
+QKV = tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv")
+# transformers' own name for the class with a language-modelling head, for a config.json written afresh.
+CAUSAL_LM = "LlmArchForCausalLM"
+
+
+def _token(native: Any, name: str) -> Any:
+    value = getattr(native, name)
+    # Old releases wrote -1 for "none".
+    return None if value is not None and value == -1 else value
+
+
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+TOKENS: list[Entry] = [
+    Derived(
+        _TOKENS,
+        to_ours=lambda native: {name: _token(native, name) for name in _TOKENS},
+        to_theirs=lambda config: {name: getattr(config, name) for name in _TOKENS},
+    ),
+    Field("tie_word_embeddings"),
+    Field("initializer_range"),
+    Field("vocab_size"),
+]
+
+SIZES: list[Entry] = [
+    *TOKENS,
+    Field("hidden_size"),
+    Field("num_hidden_layers"),
+    Field("intermediate_size"),
+    Field("max_position_embeddings"),
+    Field("num_attention_heads"),
+    Field("num_key_value_heads"),
+    Field("head_dim"),
+    Field("attention_dropout"),
+]
+
+
+def _full_rope(native: Any) -> Values:
+    parameters = dict(native.rope_parameters)
+    if parameters.pop("partial_rotary_factor", None) not in (None, 1.0):
+        raise UnsupportedField("partial_rotary_factor in config.json: transformers' class of this family rotates whole heads.")
+    return {"rope_parameters": parameters}
+
+
+def _rope_to_theirs(config: Any) -> Values:
+    """Both spellings: `rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for 4."""
+    if any(parameters["rope_type"] == "ntk" for parameters in config.rope_by_layer_type.values() if parameters):
+        raise NotExpressible("rope_type='ntk' is ours alone. Elsewhere it is said as rope_theta * factor^(d/(d-2)).")
+    parameters = config.rope_parameters or {}
+    if "rope_theta" not in parameters:
+        return {"rope_parameters": parameters}
+    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": parameters["rope_theta"],
+        "rope_scaling": scaling if parameters["rope_type"] != "default" else None,
+    }
+
+
+def partial_rope(theta: str, factor: str) -> Callable[[Any], Values]:
+    """As above for a family that may rotate a part of a head, with its own names for the base and the part."""
+
+    def to_theirs(config: Any) -> Values:
+        values = _rope_to_theirs(config)
+        parameters = {"partial_rotary_factor": 1.0, **values["rope_parameters"]}
+        return {
+            "rope_parameters": parameters,
+            "rope_scaling": values.get("rope_scaling"),
+            theta: values.get("rope_theta"),
+            factor: parameters["partial_rotary_factor"],
+        }
+
+    return to_theirs
+
+
+_ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
+ROPE: list[Entry] = [Derived(_ROPE_NAMES, _full_rope, _rope_to_theirs)]
+
+RMS_NORM: list[Entry] = [Field("rms_norm_eps", "norm_eps")]
+GLU: list[Entry] = [Field("hidden_act")]
+LAYER_NORM_MLP: list[Entry] = [Const("norm_type", "layernorm"), Const("ffn_type", "mlp")]
+# One flag of theirs for the four projections of attention.
+ATTENTION_BIAS: list[Entry] = [Field("attention_bias", "attention_bias", "attention_output_bias")]
+
+
+def _windows(native: Any) -> Values:
+    sliding = "sliding_attention" in native.layer_types
+    return {"layer_types": native.layer_types, "sliding_window": native.sliding_window if sliding else None}
+
+
+def _first_of_the_sliding_tail(layer_types: list[str]) -> int:
+    """Where the last run of sliding layers begins; older readers slide from there on."""
+    sliding = [kind == "sliding_attention" for kind in layer_types]
+    return len(sliding) - next((n for n, slides in enumerate(reversed(sliding)) if not slides), len(sliding))
+
+
+# Qwen's windows: a switch, a width, and the first layer that slides.
+SLIDING_TAIL: list[Entry] = [
+    Derived(
+        ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+        _windows,
+        lambda config: {
+            "use_sliding_window": config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": _first_of_the_sliding_tail(config.layer_types),
+            "layer_types": config.layer_types,
+        },
+    )
+]
+# Gemma's windows: a width, and a list of layers that slide.
+LAYER_TYPES: list[Entry] = [
+    Derived(
+        ("sliding_window", "layer_types"),
+        _windows,
+        lambda config: {"sliding_window": config.sliding_window, "layer_types": config.layer_types},
+    )
+]
+
+HEAD: list[Rule] = [*weight("model.embed_tokens", "model.embed_tokens"), *both("lm_head", "lm_head")]
+ATTENTION: list[Rule] = [rule for part in "qkvo" for rule in both(*[f"{LAYER}.self_attn.{part}_proj"] * 2)]
+QK_NORM: list[Rule] = [rule for part in "qk" for rule in weight(*[f"{LAYER}.self_attn.{part}_norm"] * 2)]
+MLP: list[Rule] = [rule for part in ("gate", "up", "down") for rule in both(*[f"{LAYER}.mlp.{part}_proj"] * 2)]
+PRE_NORMS: list[Rule] = [
+    *both(f"{LAYER}.input_layernorm", f"{LAYER}.attn_norm.pre"),
+    *both(f"{LAYER}.post_attention_layernorm", f"{LAYER}.mlp_norm.pre"),
+    *both("model.norm", "model.norm"),
+]
+LLAMA_WEIGHTS: list[Rule] = [*HEAD, *ATTENTION, *MLP, *PRE_NORMS]
+
+# As LLaMA's release and as a bare base model writes names.
+SPELLINGS: tuple[dict[str, str], ...] = ({}, {"model.": ""})
+
+ROTARY_BUFFERS = [
+    Drop(f"{LAYER}.self_attn.rotary_emb.{name}", "RoPE table of transformers before 4.32: follows from rope_theta")
+    for name in ("inv_freq", "cos_cached", "sin_cached")
+]

@@ -1,0 +1,27 @@
+"""Gemma 1: gains stored as gain - 1, embeddings times sqrt(d), GEGLU with the tanh GELU. arXiv 2403.08295."""
+
+from ..relation import Const, Derived, Entry
+from ..rules import Family
+from .common import ATTENTION_BIAS, CAUSAL_LM, GLU, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
+
+# Gemma's norm multiplies in fp32, before the cast; its checkpoints store how far the gain is from one.
+GEMMA: list[Entry] = [
+    *SIZES,
+    *ROPE,
+    *RMS_NORM,
+    *ATTENTION_BIAS,
+    Const("norm_offset", 1.0),
+    Const("norm_weight_in_fp32", True),
+    Derived((), to_ours=lambda native: {"embedding_scale": native.hidden_size**0.5}, to_theirs=lambda config: {}),
+]
+
+FAMILY = Family(
+    "gemma",
+    config=[*GEMMA, *GLU],
+    weights=LLAMA_WEIGHTS,
+    drops=ROTARY_BUFFERS,
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "GemmaForCausalLM"},
+    # Releases say "gelu" in hidden_act and meant tanh; a later config says which in this key, which transformers ignores.
+    inert=("hidden_activation",),
+)

@@ -1,0 +1,14 @@
+"""Mistral 7B and its kin: LLaMA with a window on every layer (null from v0.2 on). arXiv 2310.06825."""
+
+from ..relation import Field
+from ..rules import Family
+from .common import CAUSAL_LM, GLU, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
+
+FAMILY = Family(
+    "mistral",
+    config=[*SIZES, *ROPE, *RMS_NORM, *GLU, Field("sliding_window")],
+    weights=LLAMA_WEIGHTS,
+    drops=ROTARY_BUFFERS,
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "MistralForCausalLM"},
+)

@@ -1,0 +1,15 @@
+"""Qwen 1.5, 2 and 2.5: biases on queries, keys and values, an optional window on the last layers. arXiv 2407.10671."""
+
+from ..relation import Const
+from ..rules import Family
+from .common import CAUSAL_LM, GLU, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SLIDING_TAIL, SPELLINGS
+
+FAMILY = Family(
+    "qwen2",
+    config=[*SIZES, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, Const("attention_bias", True)],
+    weights=LLAMA_WEIGHTS,
+    drops=ROTARY_BUFFERS,
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "Qwen2ForCausalLM"},
+    inert=("use_mrope",),
+)

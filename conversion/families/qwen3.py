@@ -1,0 +1,24 @@
+"""Qwen 3, dense: a norm on each query and key head, no biases. arXiv 2505.09388."""
+
+from ..relation import Const
+from ..rules import Family
+from .common import (
+    ATTENTION_BIAS,
+    CAUSAL_LM,
+    GLU,
+    LLAMA_WEIGHTS,
+    QK_NORM,
+    RMS_NORM,
+    ROPE,
+    SIZES,
+    SLIDING_TAIL,
+    SPELLINGS,
+)
+
+FAMILY = Family(
+    "qwen3",
+    config=[*SIZES, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, *ATTENTION_BIAS, Const("qk_norm", "head")],
+    weights=[*LLAMA_WEIGHTS, *QK_NORM],
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "Qwen3ForCausalLM"},
+)

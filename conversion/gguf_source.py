@@ -1,0 +1,163 @@
+"""A GGUF file of the llama family as a checkpoint: named as in a llama folder, dequantised tensor by tensor.
+
+What comes out are the bytes that transformers' own GGUF loader gives, in float32. Transformers reads a fixed set of the
+metadata and passes over the rest; here a key that would change the numbers and that it does not read is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+from .checkpoint import GENERATION_CONFIG, Checkpoint, TensorInfo
+from .errors import CheckpointError, some
+
+ARCHITECTURE = "llama"
+
+# Metadata that transformers turns into the config.
+READ = {
+    *("context_length", "block_count", "feed_forward_length", "embedding_length", "vocab_size"),
+    *("rope.dimension_count", "rope.freq_base", "attention.head_count", "attention.head_count_kv"),
+    "attention.layer_norm_rms_epsilon",
+}
+# Metadata that it does not read, and the value with which that is right. `head_dim` stands for the width of a head.
+NEUTRAL: dict[str, Any] = {
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.type": "none",
+    "rope.scale_linear": 1.0,
+    "tensor_data_layout": "Meta AI original pth",
+}
+TOKENIZER_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+# transformers keeps how a tokenizer was loaded among its settings, and would save it.
+LOADING_ARGUMENTS = ("is_local", "local_files_only")
+
+
+class GgufCheckpoint(Checkpoint):
+    """A `.gguf` file; `read` dequantises to float32 and undoes llama.cpp's reordering of query and key rows."""
+
+    def __init__(self, source: str, path: Path):
+        try:
+            self._reader = GGUFReader(path)
+        except Exception as error:  # GGUFReader raises anything from ValueError to IndexError
+            raise CheckpointError(f"{path} is no complete GGUF file: {error}. Fetch it again.") from error
+        config = read_config(path, self._reader)
+        names = hugging_face_names(config)
+        self._stored: dict[str, ReaderTensor] = {}
+        for tensor in self._reader.tensors:
+            if tensor.name not in names:
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name!r} has no counterpart in a llama model. Convert from the safetensors "
+                    "folder that the GGUF was made from."
+                )
+            self._stored[names[tensor.name]] = tensor
+        # The file lists dimensions from the innermost out.
+        tensors = {
+            name: TensorInfo(tuple(int(size) for size in reversed(tensor.shape)), torch.float32)
+            for name, tensor in self._stored.items()
+        }
+        super().__init__(source, path, config, tensors)
+
+    def read(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        try:
+            values = torch.tensor(dequantize(stored.data, stored.tensor_type))
+        except NotImplementedError as error:
+            raise CheckpointError(f"{self.path}: {name} is stored as {stored.tensor_type.name}: {error}") from error
+        heads = {".q_proj.": "num_attention_heads", ".k_proj.": "num_key_value_heads"}
+        for part, count in heads.items():
+            if part in name:
+                return pairs_to_halves(values, self.config[count])
+        return values
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        has_tokenizer = "tokenizer.ggml.model" in self._reader.fields
+        return (GENERATION_CONFIG, *(TOKENIZER_FILES if has_tokenizer else ()))
+
+    @property
+    def companion_bytes(self) -> int:
+        # As JSON, a token or a merge with its quotes, escapes and number takes a few times the bytes it has here.
+        return 4 * sum(int(part.nbytes) for field in self._reader.fields.values() for part in field.parts) + 2**16
+
+    def write_companions(self, directory: Path) -> None:
+        ids = {name: self.config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        GenerationConfig(**ids).save_pretrained(directory)
+        if len(self.companions) == 1:
+            return
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(**self.native_kwargs)
+        except Exception as error:  # the many ways in which transformers refuses a vocabulary
+            raise CheckpointError(f"{self.path}: transformers cannot read its tokenizer: {error}") from error
+        for argument in LOADING_ARGUMENTS:
+            tokenizer.init_kwargs.pop(argument, None)
+        tokenizer.save_pretrained(directory)
+
+    @property
+    def native_kwargs(self) -> dict[str, Any]:
+        return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
+
+
+def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
+    """The config.json that the metadata amounts to, as transformers reads it.
+
+    Raises:
+        CheckpointError: for another architecture, a part of a split file, or metadata that transformers passes over.
+    """
+    metadata = {name: field for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    architecture = metadata["general.architecture"].contents() if "general.architecture" in metadata else None
+    if architecture != ARCHITECTURE:
+        raise CheckpointError(f"{path} is a GGUF of architecture {architecture!r}; only {ARCHITECTURE!r} can be read.")
+    if "split.count" in metadata and metadata["split.count"].contents() > 1:
+        raise CheckpointError(f"{path} is one part of a split GGUF: join the parts with llama.cpp's gguf-split --merge.")
+    values, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
+    # A tokenizer's field, and the name that a person gave the model: neither belongs to a config.json.
+    config = {name: value for name, value in values.items() if name not in ("unk_token_id", "_model_name_or_path")}
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    names = {tensor.name for tensor in reader.tensors}
+    config["attention_bias"] = "blk.0.attn_q.bias" in names
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in names
+    passed_over = [
+        f"{name}={found!r}"
+        for name, found in ((n, f.contents()) for n, f in metadata.items() if n.startswith(f"{ARCHITECTURE}."))
+        if (key := name.removeprefix(f"{ARCHITECTURE}.")) not in READ
+        and found != config.get(NEUTRAL.get(key), NEUTRAL.get(key))
+    ]
+    if "rope_freqs.weight" in names:
+        passed_over.append("rope_freqs.weight (a scaled RoPE, as Llama 3.1 has)")
+    if passed_over:
+        raise CheckpointError(
+            f"{path} says {some(passed_over)}, which transformers' GGUF reader passes over, so the numbers would be "
+            "wrong. Convert from the safetensors folder that the GGUF was made from."
+        )
+    return {"architectures": ["LlamaForCausalLM"], **config, "dtype": "float32"}
+
+
+def hugging_face_names(config: dict[str, Any]) -> dict[str, str]:
+    """GGUF tensor name -> llama's name in transformers, by the gguf package's own table."""
+    with torch.device("meta"):
+        native = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    table = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    split = (name.rsplit(".", 1) for name in native.state_dict())
+    return {f"{table.get_name(module)}.{kind}": f"{module}.{kind}" for module, kind in split}
+
+
+def pairs_to_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection from llama.cpp's order to transformers'.
+
+    llama.cpp rotates neighbours (2j, 2j+1), transformers (j, j + D/2), so its converter interleaved the two halves of
+    each head, and this takes them apart again. A bias is reordered alike.
+
+    Args:
+        rows: (H * D, …) or a bias (H * D,).
+        heads: H, the number of query heads for q and of key/value heads for k.
+    """
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)  # (H, D/2, 2, …) -> (H, 2, D/2, …)

@@ -1,0 +1,88 @@
+"""Operations that only move numbers: each is its own inverse's other half, so bytes survive a round trip.
+
+Legend: `H` query heads, `K` key/value heads, `D` channels of a head, `…` the rest of a weight or nothing of a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .rules import Op, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sizes = Callable[[Any], Sequence[int]]
+
+
+def chain(*ops: Op) -> Op:
+    """Apply operations one after the other; back in the opposite order."""
+
+    def to_ours(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+        for op in ops:
+            tensors = op.to_ours(tensors, config)
+        return tensors
+
+    def to_theirs(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+        for op in reversed(ops):
+            tensors = op.to_theirs(tensors, config)
+        return tensors
+
+    return Op(" + ".join(op.name for op in ops), to_ours, to_theirs)
+
+
+def split_rows(sizes: Sizes) -> Op:
+    """One tensor of theirs holds several of ours, stacked along the rows."""
+    return Op(
+        "split rows",
+        to_ours=lambda tensors, config: tensors[0].split(list(sizes(config))),
+        to_theirs=lambda tensors, config: [_torch().cat(list(tensors))],
+    )
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _qkv_rows(config: Any) -> list[int]:
+    keys = config.num_key_value_heads * config.head_dim
+    return [config.num_attention_heads * config.head_dim, keys, keys]
+
+
+def _split_heads(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+    (fused,) = tensors
+    grouped = fused.unflatten(0, (config.num_key_value_heads, -1, config.head_dim))  # (K, H/K + 2, D, …)
+    return [part.flatten(0, 2) for part in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])]
+
+
+def _join_heads(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+    parts = [part.unflatten(0, (config.num_key_value_heads, -1, config.head_dim)) for part in tensors]
+    return [_torch().cat(parts, dim=1).flatten(0, 2)]
+
+
+rename = Op("rename", to_ours=lambda tensors, config: tensors, to_theirs=lambda tensors, config: tensors)
+# A bias has one axis and stays as it is.
+transpose = Op("transpose", to_ours=lambda t, config: [t[0].t()], to_theirs=lambda t, config: [t[0].t()])
+qkv_rows = split_rows(_qkv_rows)  # q | k | v
+halves = split_rows(lambda config: [config.intermediate_size] * 2)  # gate | up
+qkv_heads = Op("split heads", _split_heads, _join_heads)  # the q of a key/value head, then its k and its v, head by head
+
+
+def weight(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
+    """The rule for `.weight` of modules."""
+    return [_rule(theirs, ours, op, ".weight")]
+
+
+def both(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
+    """The rules for `.weight` and `.bias` of modules; each applies where our module has it."""
+    return [_rule(theirs, ours, op, suffix) for suffix in (".weight", ".bias")]
+
+
+def _rule(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op, suffix: str) -> Rule:
+    def names(modules: str | Sequence[str]) -> tuple[str, ...]:
+        return tuple(name + suffix for name in ([modules] if isinstance(modules, str) else modules))
+
+    return Rule(names(theirs), names(ours), op)

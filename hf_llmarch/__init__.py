@@ -1,0 +1,28 @@
+"""hf_llmarch: one Hugging Face model family whose config exposes every architecture switch of the Transformer line.
+
+Importing the package registers its classes with transformers' Auto classes.
+"""
+
+import transformers
+
+from .configuration_llmarch import AUTO_MAP, LlmArchConfig
+from .modeling_llmarch import LlmArchForCausalLM, LlmArchModel, LlmArchPreTrainedModel
+
+__version__ = "0.1.0"
+
+
+def _register() -> None:
+    """Make the Auto classes know ours, and `save_pretrained` copy our code beside the weights.
+
+    What is registered is what `auto_map` promises to people who load without this package; twice does no harm.
+    """
+    for auto_name, reference in AUTO_MAP.items():
+        ours = globals()[reference.split(".")[1]]
+        ours.register_for_auto_class(auto_name)
+        auto_class = getattr(transformers, auto_name)
+        auto_class.register(*((ours.model_type,) if ours is LlmArchConfig else (LlmArchConfig,)), ours, exist_ok=True)
+
+
+_register()
+
+__all__ = ["LlmArchConfig", "LlmArchForCausalLM", "LlmArchModel", "LlmArchPreTrainedModel"]

@@ -1,0 +1,198 @@
+"""Attention with whole keys and values: MHA, GQA, MQA, and every switch on their scores.
+
+Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D` head width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .configuration_llmarch import LlmArchConfig, QKNorm
+from .embeddings import Clamp
+from .norms import norm
+from .positions import POSITIONS, attention_scale, no_rotation
+
+# What a score needs beyond q.k, and the implementations of the host that do it. Every other one would drop it without
+# a word, except that sdpa raises on a soft-cap.
+HONOURS: dict[str, frozenset[str]] = {
+    "attn_logit_softcapping": frozenset(
+        {"eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "vllm"}
+    ),
+    "attention_sinks": frozenset({"eager", "flash_attention_3", "flash_attention_4"}),
+    "position_encoding": frozenset({"eager", "sdpa"}),
+}
+
+DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
+    "attn_logit_softcapping": lambda c: c.attn_logit_softcapping is not None,
+    "attention_sinks": lambda c: c.attention_sinks,
+    "position_encoding": lambda c: c.position_encoding in ("alibi", "relative_bias"),
+}
+
+
+def unhonoured(config: LlmArchConfig, implementation: str) -> list[str]:
+    """The switches of `config` that this attention implementation would ignore."""
+    return [
+        name
+        for name, demands in DEMANDS.items()
+        if implementation not in HONOURS[name] and any(demands(layer) for layer in config.layer_configs())
+    ]
+
+
+def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
+    """
+    Raises:
+        ValueError: naming the switches that `implementation` would drop, and the ones that would not.
+    """
+    for name in unhonoured(config, implementation) if implementation is not None else ():
+        raise ValueError(
+            f"attn_implementation={implementation!r} cannot do {name}={getattr(config.layer_configs()[0], name)!r} and "
+            f"would ignore it. Use one of: {', '.join(sorted(HONOURS[name]))}."
+        )
+
+
+def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """`(B, G, S, D)` -> `(B, G * groups, S, D)`, each head `groups` times in a row."""
+    if groups == 1:
+        return x
+    batch, heads, length, width = x.shape
+    return x[:, :, None].expand(batch, heads, groups, length, width).reshape(batch, heads * groups, length, width)
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The host's attention signature in plain operations; honours every switch. Softmax in fp32.
+
+    Returns:
+        The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
+    """
+    key, value = repeat_heads(key, module.num_key_value_groups), repeat_heads(value, module.num_key_value_groups)
+    scores = torch.matmul(query, key.mT) * scaling  # (B, H, T, S)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if position_bias is not None:
+        scores = scores + position_bias
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    if s_aux is not None:
+        sink = s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if s_aux is not None:
+        weights = weights[..., :-1]
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+
+# The shape of a query/key norm's weight, given the heads and their width.
+QK_NORM_SHAPES: dict[QKNorm, Callable[[int, int], tuple[int, ...]]] = {
+    "head": lambda heads, width: (width,),
+    "heads": lambda heads, width: (heads, width),
+    "projection": lambda heads, width: (heads * width,),
+}
+
+
+class ScoredAttention(nn.Module):
+    """What every attention shares: its scale, its options and the call of the host's implementation."""
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__()
+        layer = config.per_layer_config[layer_idx]
+        # The whole model's config: `set_attn_implementation` changes it there.
+        self.config, self.layer_idx = config, layer_idx
+        self.is_causal = True
+        self.num_key_value_groups = layer.num_attention_heads // layer.num_key_value_heads
+        self.scaling = attention_scale(layer, layer_idx)
+        self.attention_dropout = layer.attention_dropout
+        self.softcap = layer.attn_logit_softcapping
+        self.sliding_window = layer.sliding_window if layer.layer_types[layer_idx] == "sliding_attention" else None
+        self.sinks = nn.Parameter(torch.empty(layer.num_attention_heads)) if layer.attention_sinks else None
+        has_position = layer_idx not in (layer.nope_layers or ())
+        self.rotate = POSITIONS[layer.position_encoding].rotation(layer) if has_position else no_rotation
+
+    def init_weights(self, std: float) -> None:
+        if self.sinks is not None:
+            init.normal_(self.sinks, mean=0.0, std=std)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`(B, H, T, D)`, `(B, G, S, D)` -> `(B, T, H * D)` and, where the implementation has them, the weights."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self,
+            q,
+            k,
+            v,
+            mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+            s_aux=self.sinks,
+            **kwargs,
+        )
+        return out.flatten(2), weights
+
+
+class Attention(ScoredAttention):
+    """MHA (arXiv 1706.03762), GQA (2305.13245) and MQA (1911.02150): they differ in the number of key/value heads."""
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        layer = config.per_layer_config[layer_idx]
+        width, self.head_dim = layer.hidden_size, layer.head_dim
+        queries, keys = layer.num_attention_heads, layer.num_key_value_heads
+        self.q_proj = nn.Linear(width, queries * self.head_dim, bias=layer.attention_bias)
+        self.k_proj = nn.Linear(width, keys * self.head_dim, bias=layer.attention_bias)
+        self.v_proj = nn.Linear(width, keys * self.head_dim, bias=layer.attention_bias)
+        self.o_proj = nn.Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
+        self.clip = nn.Identity() if layer.clip_qkv is None else Clamp(layer.clip_qkv)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if layer.qk_norm != "none":
+            shape = QK_NORM_SHAPES[layer.qk_norm]
+            self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=layer.qk_norm_type)
+            self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=layer.qk_norm_type)
+        # A norm over all heads sees them side by side; -1 leaves the number of heads to the tensor, which under
+        # tensor parallelism holds a part of them.
+        self.norm_view = (-1,) if layer.qk_norm == "projection" else (-1, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cache = past_key_values if cache is None else cache
+        lead = hidden_states.shape[:-1]
+        heads = (*lead, -1, self.head_dim)
+        q = self.clip(self.q_proj(hidden_states)).view(*lead, *self.norm_view)
+        k = self.clip(self.k_proj(hidden_states)).view(*lead, *self.norm_view)
+        v = self.clip(self.v_proj(hidden_states)).view(heads).transpose(1, 2)  # (B, G, T, D)
+        q = self.q_norm(q).view(heads).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(k).view(heads).transpose(1, 2)
+        q, k = self.rotate(q, k, rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        out, weights = self.attend(q, k, v, attention_mask, **kwargs)
+        return self.o_proj(out), weights

@@ -1,0 +1,83 @@
+"""One layer: attention and feed-forward as branches of the residual stream."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .attention import Attention
+from .configuration_llmarch import AttentionType, LlmArchConfig
+from .embeddings import Scale, chain, dropout
+from .feedforward import FEED_FORWARDS
+from .latent_attention import LatentAttention
+from .norms import NORM_SLOTS, NormSlots
+
+ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
+    "mha": Attention,
+    "gqa": Attention,
+    "mqa": Attention,
+    "mla": LatentAttention,
+}
+
+
+class Block(GradientCheckpointingLayer):
+    """Attention, then feed-forward; each branch f is out(x + post(f(pre(x))))."""
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__()
+        layer = config.per_layer_config[layer_idx]
+        self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
+        self.mlp = FEED_FORWARDS[layer.ffn_type](layer)
+        attn_slots, mlp_slots = self.norm_slots(layer)
+        self.attn_norm, self.mlp_norm = NormSlots(layer, attn_slots), NormSlots(layer, mlp_slots)
+        self.residual = chain(
+            dropout(layer.hidden_dropout), Scale(layer.residual_scale) if layer.residual_scale != 1.0 else None
+        )
+
+    @staticmethod
+    def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
+        """The slots that hold a norm around attention and around the feed-forward."""
+        return NORM_SLOTS[layer.norm_placement], NORM_SLOTS[layer.norm_placement]
+
+    def attend(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.residual(self.attn_norm.post(self.self_attn(self.attn_norm.pre(x), **kwargs)[0]))
+
+    def feed(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.residual(self.mlp_norm.post(self.mlp(self.mlp_norm.pre(x), **kwargs)))
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        x = self.attn_norm.out(x + self.attend(x, **kwargs))
+        return self.mlp_norm.out(x + self.feed(x))
+
+
+class ParallelBlock(Block):
+    """Both branches read the same input, each through a norm of its own (GPT-NeoX)."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return x + self.attend(x, **kwargs) + self.feed(x)
+
+
+class SharedNormParallelBlock(Block):
+    """Both branches read the same normed input (GPT-J)."""
+
+    @staticmethod
+    def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
+        return {"pre"}, set()
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        normed = self.attn_norm.pre(x)
+        return x + self.residual(self.self_attn(normed, **kwargs)[0]) + self.residual(self.mlp(normed))
+
+
+# Keyed by the config's `parallel_block` and `parallel_norms`.
+BLOCKS: dict[tuple[bool, int], type[Block]] = {
+    (False, 1): Block,
+    (True, 1): SharedNormParallelBlock,
+    (True, 2): ParallelBlock,
+}
+
+
+def block(config: LlmArchConfig, layer_idx: int) -> Block:
+    layer = config.per_layer_config[layer_idx]
+    return BLOCKS[layer.parallel_block, layer.parallel_norms](config, layer_idx)

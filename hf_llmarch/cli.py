@@ -1,0 +1,284 @@
+"""The commands: `hf-llmarch`, the same as `python -m hf_llmarch`.
+
+A command is a function that returns an `Answer`: what `--json` prints, what a person reads, and the exit code. The
+decorator adds `--json` and `--debug` and turns exceptions into one line and an exit code (`Exit`). Everything heavy is
+imported inside the functions, so that `--help` does not wait for it.
+"""
+
+import contextlib
+import errno
+import inspect
+import json as json_format
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+
+class Exit(IntEnum):
+    """What the exit code of a command says. Scripts rely on these numbers: add, never change."""
+
+    OK = 0
+    DIFFERENT = 1
+    USAGE = 2
+    INPUT = 3
+    NOT_EXPRESSIBLE = 4
+    DESTINATION = 5
+    INTERNAL = 70
+    INTERRUPTED = 130
+
+
+EXIT_MEANING = {
+    Exit.OK: "done; with a verification: nothing differs",
+    Exit.DIFFERENT: "the verification found a difference",
+    Exit.USAGE: "wrong usage of the command line",
+    Exit.INPUT: "the source cannot be used: not found, damaged, an unknown family, tensor or field",
+    Exit.NOT_EXPRESSIBLE: "the family that was asked for cannot express this model",
+    Exit.DESTINATION: "the destination cannot be used: not empty, not writable, no space left",
+    Exit.INTERNAL: "a defect in hf_llmarch; --debug shows where",
+    Exit.INTERRUPTED: "interrupted from the keyboard",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found: `data` for `--json`, `view` for a terminal."""
+
+    data: dict[str, Any]
+    view: RenderableType
+    code: Exit = Exit.OK
+
+
+app = typer.Typer(
+    name="hf-llmarch",
+    help="Every architecture switch of the Transformer line in one Hugging Face model class.",
+    epilog="Exit codes: " + "; ".join(f"{code.value} {re.split("[:;]", meaning)[0]}" for code, meaning in EXIT_MEANING.items()),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+COMMON = (
+    inspect.Parameter(
+        "json",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else to stdout.")],
+    ),
+    inspect.Parameter(
+        "debug",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
+    ),
+)
+
+
+def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Register a command under the function's name."""
+
+    def run(*, json: bool, debug: bool, **options: Any) -> None:
+        try:
+            # Libraries print here and there; stdout belongs to the answer.
+            with contextlib.redirect_stdout(sys.stderr):
+                answer = function(**options)
+        except (typer.BadParameter, typer.Exit):
+            raise
+        except Exception as error:
+            raise typer.Exit(report(error, json=json, debug=debug)) from error
+        if json:
+            print_json(answer.data)
+        else:
+            Console().print(answer.view)
+        raise typer.Exit(answer.code)
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
+    signature = inspect.Signature([*parameters, *COMMON])
+    # typer reads the options from the signature, and their types from the annotations.
+    vars(run).update(__signature__=signature)
+    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    run.__doc__ = inspect.getdoc(function)
+    app.command(function.__name__)(run)
+    return function
+
+
+def report(error: Exception, *, json: bool, debug: bool) -> Exit:
+    """Tell what went wrong in one line on stderr, with `json` as an object on stdout as well. Returns the exit code."""
+    code = exit_code(error)
+    if json:
+        print_json({"error": type(error).__name__, "message": str(error), "exit_code": code.value})
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    message = " ".join(str(error).split()) or type(error).__name__
+    if code is Exit.INTERNAL:
+        message = f"{type(error).__name__}: {message} This is a defect in hf_llmarch; --debug shows where."
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}", highlight=False)
+    return code
+
+
+def exit_code(error: Exception) -> Exit:
+    """The exit code for an exception: the first row that fits."""
+    from hf_llmarch.conversion import errors
+
+    full = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+    rows: tuple[tuple[bool, Exit], ...] = (
+        (isinstance(error, errors.NotExpressible), Exit.NOT_EXPRESSIBLE),
+        (isinstance(error, errors.DestinationError), Exit.DESTINATION),
+        (isinstance(error, OSError) and error.errno in full, Exit.DESTINATION),
+        # ValueError and NotImplementedError are how the config refuses values; OSError is how the Hub client does.
+        (isinstance(error, ValueError | NotImplementedError | OSError | ImportError), Exit.INPUT),
+    )
+    return next((code for fits, code in rows if fits), Exit.INTERNAL)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    print(json_format.dumps(plain(data), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """The value in JSON's own types."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | NoneType) else str(value)
+
+
+def facts(title: str, data: dict[str, Any]) -> Table:
+    """A table of names and values, in the order given."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in data.items():
+        table.add_row(name.replace("_", " "), escape(shown(value)))
+    return table
+
+
+def shown(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None:
+            return "–"
+        case float():
+            return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        case int():
+            return f"{value:,}"
+        case list() | tuple():
+            return ", ".join(map(shown, value)) or "–"
+        case _:
+            return str(value)
+
+
+# ---- switches
+
+
+def spelling(kind: Any) -> str:
+    """A field's type as a user writes its values: `mha | gqa | null` for a Literal, `int | null` for an optional."""
+    if kind is NoneType:
+        return "null"
+    if kind is Any:
+        return "any"
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (list, dict):
+        return f"{get_origin(kind).__name__} of {spelling(get_args(kind)[-1])}"
+    if get_args(kind):
+        return " | ".join(map(spelling, get_args(kind)))
+    return kind.__name__
+
+
+def switch_rows() -> list[dict[str, Any]]:
+    """One row a config field, in reading order: topic, name, type, default, available, doc.
+
+    `available` is false for a field that is declared but whose machinery is not in this version.
+    """
+    from hf_llmarch.configuration_llmarch import NEEDS, PENDING, LlmArchConfig
+
+    fields = {field.name: field for field in LlmArchConfig.switches()}
+    return [
+        {
+            "topic": mixin.__name__.removesuffix("Switches").lower(),
+            "name": name,
+            "type": spelling(fields[name].type),
+            "default": fields[name].default,
+            "available": not PENDING.keys() & {name, NEEDS.get(name, ("",))[0]},
+            "doc": fields[name].metadata["doc"],
+        }
+        # dataclasses collect their bases from the last to the first; the bases themselves stand in reading order.
+        for mixin in LlmArchConfig.__bases__
+        for name in vars(mixin).get("__annotations__", {})
+        if name in fields
+    ]
+
+
+# ---- families
+
+
+def family_rows() -> list[dict[str, Any]]:
+    """One row a family: name (their `model_type`), covers, architectures (their class names)."""
+    from hf_llmarch.conversion import families
+
+    return [
+        {
+            "name": name,
+            "covers": " ".join((sys.modules[f"{families.__module__}.{name}"].__doc__ or "").split()),
+            "architectures": list(family.architectures.values()),
+        }
+        for name, family in families().items()
+    ]
+
+
+@command
+def families() -> Answer:
+    """The model families that can be converted, in both directions."""
+    rows = family_rows()
+    table = Table(box=box.SIMPLE_HEAD, caption="Each converts in and exports back, byte for byte.")
+    for column in ("family", "checkpoints", "class"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row["name"], escape(row["covers"]), ", ".join(row["architectures"]))
+    return Answer({"families": rows}, table)
+
+
+@command
+def switches(
+    topic: Annotated[str | None, typer.Argument(help="Show one topic, or the switches whose name contains this.")] = None,
+) -> Answer:
+    """The fields of the config: type, default, meaning, by topic."""
+    every = switch_rows()
+    rows = [row for row in every if topic in (None, row["topic"])]
+    rows = rows or [row for row in every if str(topic) in row["name"]]
+    if not rows:
+        topics = ", ".join(dict.fromkeys(row["topic"] for row in every))
+        raise typer.BadParameter(f"no topic or switch matches {topic!r}; the topics are {topics}.")
+    tables = []
+    for name in dict.fromkeys(row["topic"] for row in rows):
+        table = Table(title=name, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+        for column, width in (("switch", None), ("type", 24), ("default", None), ("meaning", None)):
+            table.add_column(column, overflow="fold", width=width)
+        for row in rows:
+            if row["topic"] == name:
+                note = "" if row["available"] else " [dim](only the default in this version)[/]"
+                default = "null" if row["default"] is None else str(row["default"])
+                table.add_row(row["name"], escape(row["type"]), escape(default), escape(row["doc"]) + note)
+        tables.append(table)
+    return Answer({"switches": rows}, Group(*tables))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

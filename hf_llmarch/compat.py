@@ -1,0 +1,32 @@
+"""What differs between the supported releases of transformers, and the only private names of it that we use.
+
+This file travels with a pushed model, so a release that the code was not made for is refused here, in one sentence.
+"""
+
+import inspect
+from pathlib import Path
+
+import transformers
+from packaging.version import Version
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
+
+OLDEST, BEFORE = Version("5.16.1"), Version("6")
+FOUND = Version(transformers.__version__)
+if not OLDEST <= Version(FOUND.base_version) < BEFORE:
+    raise ImportError(
+        f"hf_llmarch supports transformers >={OLDEST},<{BEFORE} and found {FOUND}: install a supported release, "
+        f"for example `pip install 'transformers>={OLDEST},<{BEFORE}'`."
+    )
+
+# 5.24 renamed the cache from `past_key_values` to `cache`, as an argument and as an output's field.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+# Layer type -> the host's mask function, the table that `generate` uses for compiled caches.
+MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+
+def code_files() -> list[Path]:
+    """The source files that a saved folder needs to load with `trust_remote_code=True`."""
+    model = Path(__file__).with_name("modeling_llmarch.py")
+    return [model, *sorted({Path(file) for file in get_relative_import_files(str(model))})]

@@ -1,0 +1,612 @@
+"""The switches: one flat config for the whole Transformer line.
+
+Each field states one behaviour; nothing in the package asks for a model's name. Fields are grouped by topic in the
+mixins below, in the order in which a reader meets them in a model; `config.json` stays flat. What a value means is in
+the field's own text (`switches()` lists them); which combinations are refused is the table `RULES` and `NEEDS`.
+
+Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+Topology = Literal["decoder", "encoder", "encoder-decoder"]
+AttentionType = Literal["mha", "gqa", "mqa", "mla"]
+QKNorm = Literal["none", "head", "heads", "projection"]
+PositionEncoding = Literal["none", "sinusoidal", "learned", "rope", "alibi", "relative_bias"]
+SinusoidalLayout = Literal["interleaved", "halves"]
+FFNType = Literal["mlp", "glu"]
+NormType = Literal["rmsnorm", "layernorm"]
+NormPlacement = Literal["pre", "post", "sandwich", "branch"]
+RopeType = Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
+LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
+Number = float | int  # a field annotated `float` alone would refuse the JSON number 1
+
+
+def switch(default: Any, doc: str) -> Any:
+    """A config field with its documentation, readable at run time through `switches()`."""
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class SizeSwitches:
+    vocab_size: int = switch(32000, "Rows of the token embedding and of the output head.")
+    hidden_size: int = switch(512, "Width of the residual stream.")
+    num_hidden_layers: int = switch(8, "Number of blocks.")
+    intermediate_size: int | None = switch(
+        None,
+        "Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to "
+        "`ffn_multiple_of` for `glu`, so that both have about the same number of parameters.",
+    )
+    max_position_embeddings: int = switch(
+        2048, "Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."
+    )
+    topology: Topology = switch(
+        "decoder", "Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."
+    )
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class AttentionSwitches:
+    attention_type: AttentionType | None = switch(
+        None,
+        "How heads share keys and values. None: follows from the head counts (`mla` when `kv_lora_rank` is set). "
+        "MQA: arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.",
+    )
+    num_attention_heads: int = switch(8, "Number of query heads.")
+    num_key_value_heads: int | None = switch(
+        None, "Number of key and value heads. None: one a query head (1 for `mqa`)."
+    )
+    head_dim: int | None = switch(None, "Width of a head. None: hidden_size / num_attention_heads.")
+    v_head_dim: int | None = switch(None, "MLA: width of a value head.")
+    q_lora_rank: int | None = switch(None, "MLA: rank of the query compression. None: queries are not compressed.")
+    kv_lora_rank: int | None = switch(None, "MLA: rank of the joint key and value compression, the cached latent.")
+    qk_nope_head_dim: int | None = switch(None, "MLA: part of a query/key head that carries no position.")
+    qk_rope_head_dim: int | None = switch(None, "MLA: part of a query/key head that is rotated; its key is shared.")
+    mla_cache: Literal["latent", "expanded"] = switch(
+        "latent", "MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."
+    )
+    latent_norm_eps: Number | None = switch(None, "MLA: eps of the norms on the latents. None: as `norm_eps`.")
+    attention_bias: bool = switch(False, "Biases on the query, key and value projections.")
+    attention_output_bias: bool = switch(False, "Bias on the output projection.")
+    qk_norm: QKNorm = switch(
+        "none",
+        "Norm of queries and keys before the rotation: `head` over a head with one weight for all heads (Qwen3), "
+        "`heads` over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).",
+    )
+    qk_norm_type: NormType | None = switch(None, "Norm used by `qk_norm`. None: as `norm_type`.")
+    attention_scale: Number | None = switch(
+        None, "Factor on q.k. None: 1/sqrt(query/key head width), times YaRN's mscale squared for `mla`."
+    )
+    attention_scale_by_layer: bool = switch(
+        False, "Divide the attention scale by the 1-based layer number (GPT-2's scale_attn_by_inverse_layer_idx)."
+    )
+    attn_logit_softcapping: Number | None = switch(
+        None, "Bound c on attention scores, c * tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118)."
+    )
+    attention_sinks: bool = switch(
+        False, "A learned logit per head that joins the softmax and is then dropped (gpt-oss), so weights sum to < 1."
+    )
+    clip_qkv: Number | None = switch(None, "Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo).")
+    attention_dropout: Number = switch(0.0, "Dropout on attention weights, in training.")
+    sliding_window: int | None = switch(
+        None, "Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i."
+    )
+    attention_chunk_size: int | None = switch(
+        None, "Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."
+    )
+    layer_types: list[str] | None = switch(
+        None,
+        "One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when "
+        "`sliding_window` is set, chunked when `attention_chunk_size` is, else full.",
+    )
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class PositionSwitches:
+    position_encoding: PositionEncoding = switch(
+        "rope",
+        "How order enters: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope` (arXiv "
+        "2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683) "
+        "are added to the scores.",
+    )
+    rope_parameters: dict[str, Any] | None = switch(
+        None,
+        "RoPE: `rope_theta`, `partial_rotary_factor`, and `rope_type` (default, linear, ntk, dynamic, yarn, llama3, "
+        "longrope) with its own keys; or one such dict a layer type, for local and global bases.",
+    )
+    rope_interleaved: bool = switch(
+        False, "Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."
+    )
+    nope_layers: list[int] | None = switch(
+        None, "Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."
+    )
+    sinusoidal_layout: SinusoidalLayout = switch(
+        "interleaved", "Sine and cosine alternate as in the paper, or fill one half each as in Marian."
+    )
+    position_offset: int = switch(0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2).")
+    alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
+    alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")
+    relative_attention_num_buckets: int = switch(32, "T5 bias: number of distance buckets.")
+    relative_attention_max_distance: int = switch(128, "T5 bias: distance from which on all share the last bucket.")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class FeedForwardSwitches:
+    ffn_type: FFNType = switch(
+        "glu", "`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202."
+    )
+    hidden_act: str = switch(
+        "silu",
+        "Activation, any name transformers knows. With `glu`: sigmoid is GLU, relu ReGLU, gelu GEGLU, silu SwiGLU.",
+    )
+    swish_beta: float | int | Literal["learned"] | None = switch(
+        None, "Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."
+    )
+    ffn_bias: bool = switch(False, "Biases in the feed-forward.")
+    ffn_multiple_of: int = switch(256, "Rounding of the derived `intermediate_size` of `glu`.")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class ExpertSwitches:
+    num_experts: int | None = switch(None, "Experts a sparse layer. None: every feed-forward is dense.")
+    num_experts_per_tok: int = switch(2, "Experts a token is sent to.")
+    moe_intermediate_size: int | None = switch(None, "Inner width of one expert. None: `intermediate_size`.")
+    num_shared_experts: int = switch(0, "Experts that every token passes, merged into one of that many times the width.")
+    shared_expert_gate: bool = switch(False, "A sigmoid gate on the shared expert's output (Qwen2-MoE).")
+    mlp_layer_types: list[str] | None = switch(None, "`dense` or `sparse` a layer. None: all sparse if there are experts.")
+    router_type: Literal["top_k", "expert_choice"] = switch(
+        "top_k", "Tokens pick experts, or experts pick tokens (arXiv 2202.09368; not for causal generation)."
+    )
+    router_score: Literal["softmax", "sigmoid"] = switch("softmax", "How router logits become scores.")
+    norm_topk_prob: bool = switch(True, "Renormalise the chosen experts' weights to sum to one.")
+    routed_scaling_factor: Number = switch(1.0, "Factor on the routed experts' output.")
+    n_group: int | None = switch(None, "Groups of experts for group-limited routing (DeepSeek).")
+    topk_group: int | None = switch(None, "Groups a token may reach.")
+    router_aux_loss_coef: Number = switch(0.0, "Weight of the load-balancing loss (arXiv 2101.03961).")
+    router_z_loss_coef: Number = switch(0.0, "Weight of the router z-loss (arXiv 2202.08906).")
+    router_jitter_noise: Number = switch(0.0, "Relative noise on the router's input, in training.")
+    capacity_factor: Number | None = switch(None, "Slots an expert has, as a multiple of an even load. None: dropless.")
+    overflow: Literal["drop", "next_best"] = switch("drop", "What happens to a token whose expert is full.")
+    router_bias_update_rate: Number = switch(0.0, "Step of the balancing bias without an auxiliary loss (arXiv 2408.15664).")
+    experts_layout: Literal["packed", "linear"] = switch("packed", "One 3-D weight for all experts, or a Linear each.")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class NormSwitches:
+    norm_type: NormType = switch("rmsnorm", "Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467).")
+    norm_placement: NormPlacement = switch(
+        "pre",
+        "Where the norms of a branch f stand: `pre` x+f(n(x)), `post` n(x+f(x)), `sandwich` x+n(f(n(x))) (Gemma 2), "
+        "`branch` x+n(f(x)) (OLMo 2).",
+    )
+    norm_eps: Number = switch(1e-6, "Added to the variance or mean square, in every norm of the model.")
+    norm_bias: bool | None = switch(None, "A bias on norms. None: yes for layernorm, no for rmsnorm.")
+    norm_offset: Number = switch(0.0, "The gain is offset + weight: 1.0 where a checkpoint stores gain - 1 (Gemma).")
+    norm_weight_in_fp32: bool = switch(
+        False, "Apply the gain before the result is cast back to the input's dtype (Gemma, OLMo 2), not after (LLaMA)."
+    )
+    final_norm: bool = switch(True, "A norm after the last block.")
+    embedding_norm: bool = switch(False, "A norm after the embedding (BLOOM).")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class BlockSwitches:
+    parallel_block: bool = switch(False, "Attention and feed-forward read the same input and are added together (GPT-J).")
+    parallel_norms: Literal[1, 2] = switch(1, "A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX).")
+    residual_scale: Number = switch(1.0, "Factor on each branch before it joins the residual stream (Granite).")
+    hidden_dropout: Number = switch(0.0, "Dropout on each branch's output, in training.")
+    embedding_dropout: Number = switch(0.0, "Dropout on the embedding, in training.")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class EndSwitches:
+    embedding_scale: Number = switch(
+        1.0, "Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."
+    )
+    type_vocab_size: int = switch(0, "Rows of a token-type (segment) embedding; 0: none.")
+    tie_word_embeddings: bool = switch(False, "The output head is the embedding's transpose (arXiv 1608.05859).")
+    lm_head_bias: bool = switch(False, "Bias on the output head.")
+    logit_scale: Number = switch(1.0, "Factor on the logits (Command R).")
+    final_logit_softcapping: Number | None = switch(None, "Bound c on the logits, c * tanh(logit / c) (Gemma 2).")
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class TrainingSwitches:
+    initializer_range: Number = switch(0.02, "Standard deviation of fresh weights.")
+    use_cache: bool = switch(True, "Return a cache from `forward` unless told otherwise.")
+    pad_token_id: int | None = switch(None, "Padding token.")
+    bos_token_id: int | None = switch(None, "First token.")
+    eos_token_id: int | list[int] | None = switch(None, "Token, or tokens, that end a text.")
+    converted_from: dict[str, Any] | None = switch(
+        None,
+        "Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that "
+        "what its authors wrote can be given back word for word.",
+    )
+
+
+@strict
+class LlmArchConfig(
+    SizeSwitches,
+    AttentionSwitches,
+    PositionSwitches,
+    FeedForwardSwitches,
+    ExpertSwitches,
+    NormSwitches,
+    BlockSwitches,
+    EndSwitches,
+    TrainingSwitches,
+    PreTrainedConfig,
+):
+    """Configuration of every hf_llmarch model. Fields: see the mixins above, or `LlmArchConfig.switches()`.
+
+    Raises:
+        ValueError: for a combination that cannot be, naming the fields (`RULES`, `NEEDS`); for an unknown keyword
+            that is close to a field's name; for RoPE bases that disagree.
+        NotImplementedError: for a switch whose machinery is not there yet (`PENDING`).
+        huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type or off the list.
+    """
+
+    model_type = "llmarch"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
+    base_model_pp_plan: ClassVar[dict[str, Any]] = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        refuse_near_misses(self, kwargs)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
+        if self.norm_bias is None:
+            self.norm_bias = self.norm_type == "layernorm"
+        if self.layer_types is None:
+            # Never None: caches, masks and serving engines read it, and a missing list makes every cache layer slide.
+            self.layer_types = [self._only_layer_type()] * self.num_hidden_layers
+        # Instance attributes: TRL reads `auto_map` without a default, and a class attribute is not saved.
+        self.auto_map = dict(AUTO_MAP)
+        kwargs.pop("auto_map", None)
+        kwargs.pop("qk_head_dim", None)
+        # The host sizes a static cache from head_dim unless this is set; a latent cache has another shape.
+        self.qk_head_dim = (
+            (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0) if self.attention_kind == "mla" else None
+        )
+        super().__post_init__(**kwargs)
+        self.base_model_tp_plan = tensor_parallel_plan(self)
+
+    def _only_layer_type(self) -> LayerType:
+        if self.sliding_window is not None:
+            return "sliding_attention"
+        return "full_attention" if self.attention_chunk_size is None else "chunked_attention"
+
+    @property
+    def attention_kind(self) -> AttentionType:
+        """`attention_type`, or what the head counts say where that is None."""
+        if self.attention_type is not None:
+            return self.attention_type
+        if self.kv_lora_rank is not None:
+            return "mla"
+        if self.num_key_value_heads in (None, self.num_attention_heads):
+            return "mha"
+        return "mqa" if self.num_key_value_heads == 1 else "gqa"
+
+    @property
+    def query_key_head_dim(self) -> int:
+        """Width over which q.k is summed."""
+        return self.qk_head_dim or self.head_dim
+
+    @property
+    def rotary_head_dim(self) -> int:
+        """Width of the part of a head that RoPE sees (of which `partial_rotary_factor` may rotate less)."""
+        return self.qk_rope_head_dim if self.attention_kind == "mla" else self.head_dim
+
+    @property
+    def rope_theta(self) -> float:
+        """The RoPE base, where readers of older configs look for it; the first of them when layer types differ.
+
+        Raises:
+            AttributeError: without RoPE, so that the host's `getattr(config, "rope_theta", default)` works.
+        """
+        for parameters in self.rope_by_layer_type.values():
+            if parameters is not None and "rope_theta" in parameters:
+                return parameters["rope_theta"]
+        raise AttributeError(f"no rope_theta: position_encoding is {self.position_encoding!r}")
+
+    @property
+    def rope_by_layer_type(self) -> dict[str, dict[str, Any] | None]:
+        """The flat RoPE parameters of each layer type in use. Empty without RoPE."""
+        if self.position_encoding != "rope" or not self.rope_parameters:
+            return {}
+        nested = any(kind in self.rope_parameters for kind in get_args(LayerType))
+        used = dict.fromkeys(self.layer_types)
+        return {kind: self.rope_parameters.get(kind) if nested else self.rope_parameters for kind in used}
+
+    def layer_configs(self) -> "list[LlmArchConfig]":
+        """The distinct layer views: every layer of a heterogeneous config, else the config itself once."""
+        return list(self.per_layer_config) if self.is_heterogeneous else [self]
+
+    def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Fold the old spellings (`rope_scaling`, `rope_theta`, `partial_rotary_factor`) into `rope_parameters`."""
+        old = {name: kwargs[name] for name in ROPE_SPELLINGS if kwargs.get(name) is not None}
+        if self.position_encoding != "rope":
+            if old:
+                raise ValueError(f"{', '.join(old)} given, but position_encoding={self.position_encoding!r} has no RoPE.")
+            return {name: value for name, value in kwargs.items() if name not in ROPE_SPELLINGS}
+        theta, known = old.get("rope_theta"), (self.rope_parameters or old.get("rope_scaling") or {}).get("rope_theta")
+        if theta is not None and known is not None and theta != known:
+            raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one of them.")
+        # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
+        self.rope_parameters = _copy_nested(self.rope_parameters)
+        if "rope_scaling" in kwargs:
+            kwargs["rope_scaling"] = _copy_nested(kwargs["rope_scaling"])
+        kwargs = super().convert_rope_params_to_dict(**kwargs)
+        for parameters in [self.rope_parameters, *filter(None, self.rope_by_layer_type.values())]:
+            parameters.pop("type", None)  # the older key, which the host copies to rope_type and leaves in place
+        return kwargs
+
+    def _validate_ntk_rope_parameters(self, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
+        self._check_received_keys(
+            "ntk", set(rope_parameters), {"rope_type", "factor"}, {"rope_theta"}, ignore_keys=ignore_keys
+        )
+
+    def validate_switches(self) -> None:
+        """Refuse combinations that cannot be, and those of which a part would be ignored."""
+        refuse_model_wide_overrides(self)
+        for config in self.layer_configs():
+            refuse_pending(config)
+            refuse_unused(config)
+            for rule in RULES:
+                if not rule.holds(config):
+                    values = ", ".join(f"{name}={getattr(config, name)!r}" for name in rule.fields)
+                    raise ValueError(f"{values}: {rule.why}")
+
+    @classmethod
+    def switches(cls) -> Iterator[Field[Any]]:
+        """The architecture's fields, in reading order; `field.metadata["doc"]` says what each does."""
+        return (f for f in fields(cls) if "doc" in f.metadata)
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_llmarch.LlmArchConfig",
+    "AutoModel": "modeling_llmarch.LlmArchModel",
+    "AutoModelForCausalLM": "modeling_llmarch.LlmArchForCausalLM",
+}
+
+ROPE_SPELLINGS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+def _copy_nested(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    if parameters is None:
+        return None
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in parameters.items()}
+
+
+def derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: int) -> int:
+    """4d for an MLP; 8/3 d for a GLU, whose third matrix makes that the same number of parameters (arXiv 2002.05202)."""
+    if ffn_type == "mlp":
+        return 4 * hidden_size
+    return -(-8 * hidden_size // (3 * multiple_of)) * multiple_of
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation between fields that must hold. `why` says what to do about it."""
+
+    fields: tuple[str, ...]
+    holds: Callable[[LlmArchConfig], bool]
+    why: str
+
+
+def _rotary_dims_are_even(c: LlmArchConfig) -> bool:
+    return all(int(c.rotary_head_dim * (p.get("partial_rotary_factor") or 1.0)) % 2 == 0 for p in c.rope_by_layer_type.values())
+
+
+def _known_rope_types(c: LlmArchConfig) -> bool:
+    return all(p["rope_type"] in get_args(RopeType) for p in c.rope_by_layer_type.values())
+
+
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("num_attention_heads", "num_key_value_heads"),
+        lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
+        "every key/value head serves the same number of query heads, so the first must divide the second.",
+    ),
+    Rule(
+        ("attention_type", "num_attention_heads", "num_key_value_heads"),
+        lambda c: {
+            "mha": c.num_key_value_heads == c.num_attention_heads,
+            "mqa": c.num_key_value_heads == 1,
+            "gqa": 1 < c.num_key_value_heads < c.num_attention_heads,
+            "mla": c.num_key_value_heads == c.num_attention_heads,
+        }[c.attention_kind],
+        "the head counts say otherwise; leave attention_type out and it follows from them.",
+    ),
+    Rule(
+        ("attention_type", *MLA_SIZES),
+        lambda c: (
+            all(getattr(c, name) is not None for name in MLA_SIZES)
+            if c.attention_kind == "mla"
+            else all(getattr(c, name) is None for name in MLA_SIZES)
+        ),
+        "mla needs all of these sizes, the other types none of them.",
+    ),
+    Rule(
+        ("attention_type", "position_encoding"),
+        lambda c: c.attention_kind != "mla" or c.position_encoding == "rope",
+        "mla splits its heads into a rotated part and one without position, so it needs rope.",
+    ),
+    Rule(
+        ("attention_type", "qk_norm"),
+        lambda c: c.attention_kind != "mla" or c.qk_norm == "none",
+        "mla norms its latents already; qk_norm does not apply to it.",
+    ),
+    Rule(
+        ("layer_types",),
+        lambda c: len(c.layer_types) == c.num_hidden_layers and set(c.layer_types) <= set(get_args(LayerType)),
+        f"one of {', '.join(get_args(LayerType))} is needed for each of the num_hidden_layers layers.",
+    ),
+    Rule(
+        ("sliding_window", "layer_types"),
+        lambda c: ("sliding_attention" in c.layer_types) == (c.sliding_window is not None),
+        "a window needs sliding_attention layers and they need a window.",
+    ),
+    Rule(
+        ("attention_chunk_size", "layer_types"),
+        lambda c: ("chunked_attention" in c.layer_types) == (c.attention_chunk_size is not None),
+        "a chunk size needs chunked_attention layers and they need a chunk size.",
+    ),
+    Rule(
+        ("rope_parameters", "position_encoding"),
+        lambda c: (c.position_encoding == "rope") == bool(c.rope_parameters),
+        "rope_parameters belong to position_encoding='rope'.",
+    ),
+    Rule(
+        ("rope_parameters", "layer_types"),
+        lambda c: all(c.rope_by_layer_type.values()),
+        "RoPE parameters by layer type must have an entry for each type in use; layers without RoPE are nope_layers.",
+    ),
+    Rule(("rope_parameters",), _known_rope_types, f"rope_type must be one of {', '.join(get_args(RopeType))}."),
+    Rule(
+        ("rope_parameters", "head_dim", "qk_rope_head_dim"),
+        _rotary_dims_are_even,
+        "channels are rotated in pairs, so head width times partial_rotary_factor must be even.",
+    ),
+    Rule(
+        ("nope_layers", "num_hidden_layers"),
+        lambda c: all(0 <= i < c.num_hidden_layers for i in c.nope_layers or ()),
+        "nope_layers holds layer indices, from 0 to num_hidden_layers - 1.",
+    ),
+    Rule(
+        ("position_encoding", "hidden_size"),
+        lambda c: c.position_encoding != "sinusoidal" or c.hidden_size % 2 == 0,
+        "sinusoids come in pairs of sine and cosine, so the width must be even.",
+    ),
+    Rule(
+        ("parallel_block", "norm_placement"),
+        lambda c: not c.parallel_block or c.norm_placement == "pre",
+        "both branches of a parallel block read the normed input: only norm_placement='pre' is defined for it.",
+    ),
+    Rule(
+        ("swish_beta", "hidden_act"),
+        lambda c: c.swish_beta is None or c.hidden_act in ("silu", "swish"),
+        "swish_beta is the beta of silu; set hidden_act='silu'.",
+    ),
+)
+
+
+def equals(name: str, *values: Any) -> tuple[str, Callable[[LlmArchConfig], bool]]:
+    return f"{name}={' or '.join(map(repr, values))}", lambda c: getattr(c, name) in values
+
+
+# A switch that is off its default, and the condition without which nothing would read it.
+NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
+    "q_lora_rank": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
+    "latent_norm_eps": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
+    "mla_cache": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
+    "qk_norm_type": ("a qk_norm", lambda c: c.qk_norm != "none"),
+    "rope_interleaved": equals("position_encoding", "rope"),
+    "nope_layers": equals("position_encoding", "rope", "alibi", "relative_bias"),
+    "sinusoidal_layout": equals("position_encoding", "sinusoidal"),
+    "position_offset": equals("position_encoding", "learned", "sinusoidal"),
+    "alibi_bias_max": equals("position_encoding", "alibi"),
+    "alibi_scaled": equals("position_encoding", "alibi"),
+    "relative_attention_num_buckets": equals("position_encoding", "relative_bias"),
+    "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
+    "parallel_norms": equals("parallel_block", True),
+    **{
+        f.name: ("num_experts", lambda c: c.num_experts is not None)
+        for f in fields(ExpertSwitches)
+        if f.name != "num_experts"
+    },
+}
+
+# Switches whose machinery is not there yet: refused at construction, never silently ignored.
+PENDING: dict[str, Callable[[Any], bool]] = {
+    "topology": lambda value: value != "decoder",
+    "num_experts": lambda value: value is not None,
+    "type_vocab_size": lambda value: value != 0,
+}
+
+
+# What the model has once, whatever its layers do.
+MODEL_WIDE = {
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
+    *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
+    *("final_norm", "embedding_norm", "embedding_dropout", "mla_cache"),
+}
+
+
+def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
+    """`per_layer_config` may vary what a layer has of its own; positions are prepared once a layer type."""
+    if not config.is_heterogeneous:
+        return
+    layers = list(config.per_layer_config)
+    wide = MODEL_WIDE | ({"num_attention_heads"} if config.position_encoding in ("alibi", "relative_bias") else set())
+    for name in sorted(wide & config._heterogeneity_spec.per_layer_attributes):
+        raise ValueError(f"per_layer_config overrides {name!r}, which the model has once: set it on the config itself.")
+    widths: dict[str, int] = {}
+    for i, (kind, layer) in enumerate(zip(config.layer_types, layers, strict=False)):
+        if widths.setdefault(kind, layer.rotary_head_dim) != layer.rotary_head_dim:
+            raise ValueError(
+                f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from the other {kind} layers; positions "
+                f"are prepared once a layer type, so one of {', '.join(get_args(LayerType))} must have one head width."
+            )
+
+
+def refuse_pending(config: LlmArchConfig) -> None:
+    for name, is_pending in PENDING.items():
+        if is_pending(getattr(config, name)):
+            raise NotImplementedError(f"{name}={getattr(config, name)!r} is declared but not built yet in this version.")
+
+
+def refuse_unused(config: LlmArchConfig) -> None:
+    for f in fields(config):
+        if f.name not in NEEDS or f.default is MISSING or getattr(config, f.name) == f.default:
+            continue
+        condition, holds = NEEDS[f.name]
+        if not holds(config):
+            raise ValueError(f"{f.name}={getattr(config, f.name)!r} has no effect without {condition}.")
+
+
+def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
+    """Refuse keywords that look like a misspelt switch; warn about others, which newer versions may know."""
+    names = {f.name for f in fields(config)}
+    generation = GenerationConfig._get_default_generation_params()
+    for name in unknown:
+        if name in generation or name in HOST_KEYWORDS or name.startswith("_") or hasattr(PreTrainedConfig, name):
+            continue
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+        if close:
+            raise ValueError(f"Unknown field {name!r}. Did you mean {close[0]!r}?")
+        logger.warning(f"LlmArchConfig has no field {name!r}: kept in config.json, without effect on the model.")
+
+
+# Keywords that transformers and its tools put beside a config's fields, or into a saved config.json.
+HOST_KEYWORDS = {
+    *ROPE_SPELLINGS,
+    *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
+    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config", "task_specific_params"),
+    *("tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_return_dict"),
+    *("model_type", "add_cross_attention", "cross_attention_hidden_size", "unsloth_version", "transformers_weights"),
+}
+
+
+def tensor_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
+    """The host's tensor-parallel styles for the modules that this variant has (an entry without a module is an error)."""
+    return {}

@@ -1,0 +1,93 @@
+"""Token embeddings, and small pointwise modules for both ends of the model."""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .configuration_llmarch import LlmArchConfig
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Token embedding times a constant that is first rounded to the weight's dtype.
+
+    In bf16 Gemma multiplies by 55.5, not by sqrt(3072) = 55.4256.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self.scale = scale
+        self.register_buffer("embed_scale", torch.tensor(scale, dtype=torch.float32), persistent=False)
+
+    def init_weights(self, std: float) -> None:
+        init.normal_(self.weight, mean=0.0, std=std)
+        init.constant_(self.embed_scale, self.scale)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scale={self.scale}"
+
+
+def token_embedding(config: LlmArchConfig) -> nn.Embedding:
+    """The embedding `(vocab_size, hidden_size)`; scaled only where the config asks for it."""
+    # Old LLaMA configs say pad_token_id=-1 for "none", which torch would take for the last row.
+    pad = config.pad_token_id
+    padding_idx = pad if pad is not None and 0 <= pad < config.vocab_size else None
+    if config.embedding_scale == 1.0:
+        return nn.Embedding(config.vocab_size, config.hidden_size, padding_idx)
+    return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_idx, config.embedding_scale)
+
+
+class Scale(nn.Module):
+    """x times a constant."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        return f"{self.factor}"
+
+
+class SoftCap(nn.Module):
+    """cap * tanh(x / cap): bounded, and about x near zero."""
+
+    def __init__(self, cap: float):
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x / self.cap) * self.cap
+
+    def extra_repr(self) -> str:
+        return f"{self.cap}"
+
+
+class Clamp(nn.Module):
+    """x bounded to [-bound, bound]."""
+
+    def __init__(self, bound: float):
+        super().__init__()
+        self.bound = bound
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-self.bound, self.bound)
+
+    def extra_repr(self) -> str:
+        return f"{self.bound}"
+
+
+def chain(*modules: nn.Module | None) -> nn.Module:
+    """The given modules one after another; nothing given costs nothing."""
+    present = [module for module in modules if module is not None]
+    if not present:
+        return nn.Identity()
+    return present[0] if len(present) == 1 else nn.Sequential(*present)
+
+
+def dropout(p: float) -> nn.Dropout | None:
+    return nn.Dropout(p) if p else None

@@ -1,0 +1,129 @@
+"""Multi-head latent attention (MLA): keys and values live in one low-rank latent, and only that is cached.
+
+DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key, `H` heads, `r` kv_lora_rank, `N` and
+`R` the head parts without and with position, `V` value head width.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from .attention import ScoredAttention, eager_attention
+from .configuration_llmarch import LlmArchConfig
+from .norms import norm
+
+
+class LatentAttention(ScoredAttention):
+    """MLA. Few queries against a long context run absorbed: W_UK is folded into the query and W_UV into the output
+    (section 2.1.2), so keys and values are never expanded. Prefill and training expand them; both give the same numbers.
+    """
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        layer = config.per_layer_config[layer_idx]
+        width, heads = layer.hidden_size, layer.num_attention_heads
+        self.rank, self.nope, self.rope, self.value = (
+            layer.kv_lora_rank,
+            layer.qk_nope_head_dim,
+            layer.qk_rope_head_dim,
+            layer.v_head_dim,
+        )
+        self.cache_is_latent = layer.mla_cache == "latent"
+        query_width = heads * (self.nope + self.rope)
+        if layer.q_lora_rank is None:
+            self.q_proj = nn.Linear(width, query_width, bias=False)
+            self.queries = self._direct_queries
+        else:
+            self.q_a_proj = nn.Linear(width, layer.q_lora_rank, bias=layer.attention_bias)
+            self.q_a_layernorm = norm(layer, layer.q_lora_rank, eps=layer.latent_norm_eps)
+            self.q_b_proj = nn.Linear(layer.q_lora_rank, query_width, bias=False)
+            self.queries = self._compressed_queries
+        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope, bias=layer.attention_bias)
+        self.kv_a_layernorm = norm(layer, self.rank, eps=layer.latent_norm_eps)
+        self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope + self.value), bias=False)
+        self.o_proj = nn.Linear(heads * self.value, width, bias=layer.attention_output_bias)
+
+    def _direct_queries(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x)
+
+    def _compressed_queries(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        cache = past_key_values if cache is None else cache
+        lead = hidden_states.shape[:-1]
+        q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
+        q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.rope), dim=-1)
+        # One head each, so that every cache layer of the host takes them for keys and values.
+        latent, k_rope = self.kv_a_layernorm(latent)[:, None], k_rope[:, None]  # (B, 1, T, r), (B, 1, T, R)
+        q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
+
+        if cache is not None and self.cache_is_latent:
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
+        if self.absorbs(q.shape[-2], latent.shape[-2], attention_mask):
+            out, weights = self.absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
+        else:
+            k, v = self.expand(latent, k_rope)
+            if cache is not None and not self.cache_is_latent:
+                k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+            out, weights = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, attention_mask, **kwargs)
+        return self.o_proj(out), weights
+
+    def expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The latent `(B, 1, S, r)` and the shared rotated key `(B, 1, S, R)` as whole keys `(B, H, S, N + R)` and
+        values `(B, H, S, V)`."""
+        expanded = self.kv_b_proj(latent[:, 0]).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
+        k_nope, v = expanded.split((self.nope, self.value), dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, k_nope.shape[1], -1, -1)), dim=-1), v
+
+    def absorbs(self, queries: int, keys: int, mask: Any) -> bool:
+        """Whether absorbing costs fewer multiplications a head, and can be done here.
+
+        The projection must be a plain one: a quantised, adapted or sharded weight is not the matrix to fold.
+        """
+        if self.training or not self.cache_is_latent or self.sinks is not None:
+            return False
+        if type(self.kv_b_proj) is not nn.Linear or type(self.kv_b_proj.weight) is not nn.Parameter:
+            return False
+        if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
+            return False
+        up = self.rank * (self.nope + self.value)
+        absorbed = queries * (keys * (2 * self.rank + self.rope) + up)
+        expanded = keys * up + queries * keys * (self.nope + self.rope + self.value)
+        return absorbed < expanded
+
+    def absorbed(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the latents themselves: multi-query attention with keys of width r + R and values of r."""
+        batch, heads, queries, _ = q_nope.shape
+        up_k, up_v = self.kv_b_proj.weight.view(heads, self.nope + self.value, self.rank).split(
+            (self.nope, self.value), dim=1
+        )  # (H, N, r), (H, V, r)
+        q_latent = torch.matmul(q_nope, up_k)  # (B, H, T, r)
+        # All heads read the same keys: as rows of one matrix they need no copy of them.
+        q = torch.cat((q_latent, q_rope), dim=-1).view(batch, 1, heads * queries, -1)
+        keys = torch.cat((latent, k_rope), dim=-1)  # (B, 1, S, r + R)
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
+            mask = mask.expand(batch, heads, queries, -1).reshape(batch, 1, heads * queries, -1)
+        out, weights = eager_attention(self, q, keys, latent, mask, scaling=self.scaling, softcap=self.softcap)
+        out = torch.matmul(out.view(batch, heads, queries, self.rank), up_v.mT)  # (B, H, T, V)
+        return out.transpose(1, 2).flatten(2), weights.view(batch, heads, queries, -1)

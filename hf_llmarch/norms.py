@@ -1,0 +1,98 @@
+"""Norms, and where they stand around a branch."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
+
+
+class Norm(nn.Module):
+    """Gain and bias over the last dimension of `(..., *shape)`; the gain is `offset + weight`.
+
+    A checkpoint that stores gain - 1 (Gemma) sets `offset` to 1: adding it into the weights would lose bits in bf16.
+
+    Args:
+        shape: of the weight. Two dimensions give each head its own gain; statistics are over the last one alone.
+        in_fp32: apply gain and bias before the result is cast back to the input's dtype, as Gemma does; else after,
+            as LLaMA does.
+    """
+
+    def __init__(self, shape: tuple[int, ...], eps: float, bias: bool, offset: float, in_fp32: bool):
+        super().__init__()
+        self.eps, self.offset, self.in_fp32 = eps, offset, in_fp32
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape)) if bias else None
+
+    def init_weights(self, std: float) -> None:
+        init.constant_(self.weight, 1.0 - self.offset)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def gain(self) -> torch.Tensor:
+        return self.weight + self.offset if self.offset else self.weight
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}, bias={self.bias is not None}"
+
+
+class RMSNorm(Norm):
+    """x / rms(x), arXiv 1910.07467; statistics in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.in_fp32:
+            y = y * (self.weight.float() + self.offset)
+            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
+        y = self.gain() * y.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class LayerNorm(Norm):
+    """(x - mean) / std, arXiv 1607.06450."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() == 1 and not self.in_fp32:
+            return F.layer_norm(x, self.weight.shape, self.gain(), self.bias, self.eps)
+        y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        if self.in_fp32:
+            y = y * (self.weight.float() + self.offset)
+            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
+        y = self.gain() * y.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+NORMS: dict[NormType, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+
+# A branch is out(x + post(f(pre(x)))); a placement says which slots hold a norm, the others pass through.
+NORM_SLOTS: dict[NormPlacement, set[str]] = {
+    "pre": {"pre"},
+    "post": {"out"},
+    "sandwich": {"pre", "post"},
+    "branch": {"post"},
+}
+
+
+def norm(config: LlmArchConfig, *shape: int, kind: NormType | None = None, eps: float | None = None) -> Norm:
+    """A norm as the config says, over `hidden_size` unless a shape is given."""
+    return NORMS[kind or config.norm_type](
+        shape or (config.hidden_size,),
+        eps=config.norm_eps if eps is None else eps,
+        bias=cast(bool, config.norm_bias),
+        offset=config.norm_offset,
+        in_fp32=config.norm_weight_in_fp32,
+    )
+
+
+class NormSlots(nn.Module):
+    """The three places around a branch. `print(model)` shows which of them the placement fills."""
+
+    def __init__(self, config: LlmArchConfig, slots: set[str]):
+        super().__init__()
+        self.pre = norm(config) if "pre" in slots else nn.Identity()
+        self.post = norm(config) if "post" in slots else nn.Identity()
+        self.out = norm(config) if "out" in slots else nn.Identity()

@@ -1,0 +1,333 @@
+"""How order enters the model. Every encoding has the same four places to act, and the base class acts in none.
+
+Shapes: `B` batch, `T` query, `S` key, `H` heads, `D` head width, `R` rotated channels, `C` model width.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from .configuration_llmarch import LlmArchConfig, PositionEncoding
+
+# What `prepare` returns: for each layer type, the keyword arguments its layers get.
+State = dict[str, dict[str, Any]]
+Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Positions(nn.Module):
+    """No position encoding: what there is of order comes from the causal mask."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__()
+        self.layer_types = list(dict.fromkeys(config.layer_types))
+
+    def embed(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Add absolute positions to the embedding `(B, T, C)`."""
+        return x
+
+    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+        """Compute once a forward what the layers of each type need."""
+        return {}
+
+    @staticmethod
+    def rotation(config: LlmArchConfig) -> Rotation:
+        """The function that turns queries and keys `(B, H, T, D)` by the prepared state."""
+        return no_rotation
+
+
+def no_rotation(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q, k
+
+
+# -- added to the embedding ------------------------------------------------------------------------------------------
+
+
+class LearnedPositions(Positions, nn.Embedding):
+    """A learned row a position; the table has `position_offset` rows before position 0."""
+
+    def __init__(self, config: LlmArchConfig):
+        nn.Embedding.__init__(self, config.max_position_embeddings + config.position_offset, config.hidden_size)
+        self.offset = config.position_offset
+
+    def embed(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return x + nn.Embedding.forward(self, position_ids + self.offset)
+
+
+class SinusoidalPositions(Positions):
+    """sin and cos of position / 10000^(2i/C), arXiv 1706.03762 section 3.5; any length."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.offset, self.width = config.position_offset, config.hidden_size
+        self.interleaved = config.sinusoidal_layout == "interleaved"
+        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+
+    def frequencies(self) -> torch.Tensor:
+        return 10000.0 ** -(torch.arange(0, self.width, 2, dtype=torch.float32) / self.width)
+
+    def init_weights(self, std: float) -> None:
+        init.copy_(self.inv_freq, self.frequencies())
+
+    def embed(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        angles = (position_ids[..., None] + self.offset).float() * self.inv_freq.float()  # (B, T, C/2)
+        if self.interleaved:
+            waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (B, T, C)
+        else:
+            waves = torch.cat((angles.sin(), angles.cos()), dim=-1)
+        return x + waves.to(x.dtype)
+
+
+# -- rotations -------------------------------------------------------------------------------------------------------
+
+
+def rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the channel pairs (i, i + R/2), as LLaMA and GPT-NeoX lay them out."""
+    cos, sin = state
+    return q * cos + _swap_halves(q) * sin, k * cos + _swap_halves(k) * sin
+
+
+def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the channel pairs (2i, 2i + 1), as in arXiv 2104.09864 and GPT-J."""
+    cos, sin = state
+    return q * cos + _swap_neighbours(q) * sin, k * cos + _swap_neighbours(k) * sin
+
+
+def _swap_halves(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def rotate_part(
+    q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the first R channels of a head and leave the others without position."""
+    width = state[0].shape[-1]
+    rotated_q, rotated_k = rotate(q[..., :width], k[..., :width], state)
+    return torch.cat((rotated_q, q[..., width:]), dim=-1), torch.cat((rotated_k, k[..., width:]), dim=-1)
+
+
+class RopeView:
+    """The few attributes that the host's frequency functions read, for one layer type.
+
+    They would take `head_dim` for the rotated width, which for MLA is `qk_rope_head_dim`, and look for flat parameters.
+    """
+
+    def __init__(self, config: LlmArchConfig, parameters: dict[str, Any]):
+        self.head_dim = config.rotary_head_dim
+        self.hidden_size, self.num_attention_heads = config.hidden_size, config.num_attention_heads
+        self.max_position_embeddings = config.max_position_embeddings
+        self.rope_parameters = parameters
+
+    def standardize_rope_params(self) -> None:
+        """The config has done so."""
+
+
+def default_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
+    """theta^(-2i/R), arXiv 2104.09864; R is the rotated part of a head."""
+    parameters = config.rope_parameters
+    width = int(config.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def ntk_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
+    """Static NTK-aware scaling: the base becomes theta * factor^(R/(R-2)), so that the slowest channel is interpolated
+    by `factor` and the fastest is left alone."""
+    parameters = dict(config.rope_parameters)
+    width = int(config.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    parameters["rope_theta"] = parameters["rope_theta"] * parameters["factor"] ** (width / (width - 2))
+    view = RopeView.__new__(RopeView)
+    view.head_dim, view.rope_parameters = config.head_dim, parameters
+    return default_frequencies(view, device)
+
+
+# The host lacks these two; its own table has linear, dynamic, yarn, longrope and llama3.
+ROPE_FREQUENCIES: dict[str, Callable[..., tuple[torch.Tensor, float]]] = {
+    **ROPE_INIT_FUNCTIONS,
+    "default": default_frequencies,
+    "ntk": ntk_frequencies,
+}
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of position times frequency, for one set of RoPE parameters; angles in fp32."""
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: LlmArchConfig, parameters: dict[str, Any]):
+        super().__init__()
+        # The names are those that the host's `dynamic_rope_update` works on.
+        self.config = RopeView(config, parameters)
+        self.rope_type = parameters["rope_type"]
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.interleaved = config.rope_interleaved
+        inv_freq, self.attention_scaling = self.frequencies()
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        return ROPE_FREQUENCIES[self.rope_type](self.config)
+
+    def init_weights(self, std: float) -> None:
+        # Buffers that are not saved come back from the meta device as raw memory: they are computed anew.
+        inv_freq, _ = self.frequencies()
+        init.copy_(self.inv_freq, inv_freq)
+        init.copy_(self.original_inv_freq, inv_freq)
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)  # (B, T, R/2)
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]  # (B, 1, T, R)
+
+
+class RotaryPositions(Positions):
+    """RoPE, arXiv 2104.09864, with parameters that may differ between layer types."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        by_type = config.rope_by_layer_type
+        layers = {kind: config.per_layer_config[config.layer_types.index(kind)] for kind in by_type}
+        # Layer types with equal parameters share one table.
+        self.table_of = {
+            kind: next(
+                other
+                for other in by_type
+                if by_type[other] == parameters and layers[other].rotary_head_dim == layers[kind].rotary_head_dim
+            )
+            for kind, parameters in by_type.items()
+        }
+        self.tables = nn.ModuleDict(
+            {kind: RotaryEmbedding(layers[kind], by_type[kind]) for kind in dict.fromkeys(self.table_of.values())}
+        )
+
+    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+        rotations = {kind: table(x, position_ids) for kind, table in self.tables.items()}
+        return {kind: {"rotation": rotations[table]} for kind, table in self.table_of.items()}
+
+    @staticmethod
+    def rotation(config: LlmArchConfig) -> Rotation:
+        rotate = rotate_neighbours if config.rope_interleaved else rotate_halves
+        factors = [p.get("partial_rotary_factor") or 1.0 for p in config.rope_by_layer_type.values()]
+        # MLA hands over the rotated part alone.
+        return rotate if all(factor == 1.0 for factor in factors) else partial(rotate_part, rotate=rotate)
+
+
+# -- added to the scores ---------------------------------------------------------------------------------------------
+
+
+class ScoreBias(Positions):
+    """A bias `(1, H, T, S)` on attention scores that depends on key index minus query index alone.
+
+    So left padding and packed sequences need nothing special, and each layer type needs one: a sliding cache's keys
+    do not begin at index 0.
+    """
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.first_layer = {kind: config.layer_types.index(kind) for kind in self.layer_types}
+
+    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`(H, T, S)` for key index minus query index `(T, S)`."""
+        raise NotImplementedError(f"{type(self).__name__} must say its bias")
+
+    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+        length, state = x.shape[1], {}
+        for kind, layer in self.first_layer.items():
+            keys, first_key, past = length, 0, 0
+            if cache is not None:
+                keys, first_key = cache.get_mask_sizes(length, layer)
+                past = cache.get_seq_length(layer)
+            query_index = torch.arange(length, device=x.device) + past
+            key_index = torch.arange(keys, device=x.device) + first_key
+            state[kind] = {"position_bias": self.bias(key_index - query_index[:, None], x.dtype)[None]}
+        return state
+
+
+class AlibiPositions(ScoreBias):
+    """slope * (key - query), arXiv 2108.12409: closer keys score higher, at a rate of each head's own."""
+
+    slopes: torch.Tensor
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.heads, self.bias_max = config.num_attention_heads, config.alibi_bias_max
+        self.factor = attention_scale(config) if config.alibi_scaled else 1.0
+        # An explicit dtype: a model loaded in bf16 would otherwise round the slopes.
+        self.register_buffer("slopes", alibi_slopes(self.heads, self.bias_max), persistent=False)
+
+    def init_weights(self, std: float) -> None:
+        init.copy_(self.slopes, alibi_slopes(self.heads, self.bias_max))
+
+    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (self.slopes.float()[:, None, None] * (distance * self.factor)).to(dtype)
+
+
+def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:
+    """2^(-bias_max k / n) for k = 1..n where n heads are a power of two; else the sequence of the next power of two,
+    its even members first, then the odd ones, cut to the number of heads (the reference implementation's rule)."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** -(bias_max * torch.arange(1, power + 1, dtype=torch.float32) / power)
+    return slopes if power == heads else torch.cat((slopes[1::2], slopes[0::2]))[:heads]
+
+
+class RelativeBias(ScoreBias):
+    """T5's learned bias a head and a bucket of distances, shared by all layers, arXiv 1910.10683."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.buckets = config.relative_attention_num_buckets
+        self.max_distance = config.relative_attention_max_distance
+        self.relative_attention_bias = nn.Embedding(self.buckets, config.num_attention_heads)
+
+    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        buckets = causal_buckets(distance, self.buckets, self.max_distance)
+        return self.relative_attention_bias(buckets).permute(2, 0, 1).to(dtype)
+
+
+def causal_buckets(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:
+    """T5's causal buckets: one a distance up to half of them, then logarithmic up to `max_distance`."""
+    back = (-distance).clamp(min=0)
+    exact = buckets // 2
+    log = torch.log(back.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    return torch.where(back < exact, back, (exact + log.long()).clamp(max=buckets - 1))
+
+
+POSITIONS: dict[PositionEncoding, type[Positions]] = {
+    "none": Positions,
+    "sinusoidal": SinusoidalPositions,
+    "learned": LearnedPositions,
+    "rope": RotaryPositions,
+    "alibi": AlibiPositions,
+    "relative_bias": RelativeBias,
+}
+
+
+def attention_scale(config: LlmArchConfig, layer_idx: int = 0) -> float:
+    """The factor on q.k: as configured, else 1/sqrt(query/key width)."""
+    scale = config.query_key_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    if config.attention_kind == "mla" and config.attention_scale is None:
+        scale *= yarn_mscale(next(iter(config.rope_by_layer_type.values()), None) or {}) ** 2
+    return scale / (layer_idx + 1) if config.attention_scale_by_layer else scale
+
+
+def yarn_mscale(parameters: dict[str, Any]) -> float:
+    """0.1 * mscale_all_dim * ln(factor) + 1, DeepSeek's correction of the softmax scale under YaRN; else 1."""
+    mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
+    if parameters.get("rope_type") != "yarn" or not mscale or factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0

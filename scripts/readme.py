@@ -1,0 +1,66 @@
+"""Write the README's generated tables: `python scripts/readme.py` (with --check: only tell whether they are current)."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hf_llmarch.cli import EXIT_MEANING, family_rows, switch_rows
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def switches() -> str:
+    topics: dict[str, list[tuple[str, ...]]] = {}
+    for row in switch_rows():
+        default = "null" if row["default"] is None else str(row["default"]).lower()
+        mark = "" if row["available"] else " *(only the default in this version)*"
+        topics.setdefault(row["topic"], []).append(
+            (f"`{row['name']}`", f"`{row['type']}`", f"`{default}`", row["doc"] + mark)
+        )
+    header = ("field", "type", "default", "meaning")
+    return "\n\n".join(f"**{topic.capitalize()}**\n\n{table(header, rows)}" for topic, rows in topics.items())
+
+
+def families() -> str:
+    rows = [(f"`{row['name']}`", row["covers"], ", ".join(row["architectures"])) for row in family_rows()]
+    return table(("`model_type`", "checkpoints", "class"), rows)
+
+
+def exit_codes() -> str:
+    return table(("code", "meaning"), [(str(code.value), meaning) for code, meaning in EXIT_MEANING.items()])
+
+
+TABLES: dict[str, Callable[[], str]] = {"switches": switches, "families": families, "exit-codes": exit_codes}
+
+
+def rewritten(text: str) -> str:
+    """The README with its tables made anew.
+
+    Raises:
+        ValueError: when the markers of a table are missing.
+    """
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        content = f"{begin}\n{make()}\n{end}"
+        text, count = re.subn(f"{begin}.*?{end}", lambda _, content=content: content, text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"README.md needs one pair of {begin} and {end}, it has {count}.")
+    return text
+
+
+def main() -> None:
+    old = README.read_text(encoding="utf-8")
+    new = rewritten(old)
+    if "--check" in sys.argv:
+        sys.exit("README.md: the tables are out of date. Run: python scripts/readme.py" if new != old else 0)
+    README.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The README says what the code does: its tables are the generated ones, its Python example and commands exist."""
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_llmarch.cli import app
+from hf_llmarch.configuration_llmarch import LlmArchConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def generator() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "readme.py"))
+
+
+def test_tables_are_current(generator: dict[str, Any]) -> None:
+    assert generator["rewritten"](TEXT) == TEXT, "run: python scripts/readme.py"
+
+
+def test_every_switch_is_listed_once() -> None:
+    section = TEXT.split("<!-- switches:begin -->")[1].split("<!-- switches:end -->")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(field.name for field in LlmArchConfig.switches())
+
+
+def test_missing_markers_are_an_error(generator: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="switches:begin"):
+        generator["rewritten"]("# no markers")
+
+
+def test_commands_of_the_readme_exist() -> None:
+    named = set(re.findall(r"^hf-llmarch (\w+)", TEXT, flags=re.MULTILINE))
+    assert named == {command.name for command in app.registered_commands}
+    for name in named:
+        used = set(re.findall(rf"^hf-llmarch {name}.*$", TEXT, flags=re.MULTILINE))
+        options = {option for line in used for option in re.findall(r"(--[\w-]+)", line)}
+        text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        assert not [option for option in options if option not in text]
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"`?make ([a-z][\w-]+)", TEXT)):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
