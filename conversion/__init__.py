@@ -1,30 +1,11 @@
-"""Public checkpoints into `LlmArchForCausalLM` and back out, byte for byte. Nothing is imported before it is asked for."""
+"""Public checkpoints into `LlmArchForCausalLM` and back out, byte for byte.
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+These functions share their names with modules; they are imported here, at once, so that the names mean the functions.
+"""
 
-if TYPE_CHECKING:
-    from .convert import convert, export, load
-    from .families import families
-    from .rules import export_plan, plan
-    from .verify import verify
-
-_HOME = {
-    "convert": "convert",
-    "export": "convert",
-    "export_plan": "rules",
-    "families": "families",
-    "load": "convert",
-    "plan": "rules",
-    "verify": "verify",
-}
+from .convert import convert, export, load
+from .families import families
+from .rules import export_plan, plan
+from .verify import verify
 
 __all__ = ["convert", "export", "export_plan", "families", "load", "plan", "verify"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value
-    return value

@@ -54,10 +54,22 @@ NEVER_DOWNLOADED = (
 )
 
 DTYPES: Mapping[str, torch.dtype] = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "BOOL": torch.bool},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
@@ -140,11 +152,11 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         try:
             self._file = safe_open(path, framework="pt")
-            slices = {name: self._file.get_slice(name) for name in self._file.keys()}
+            slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: {error}. It may have been cut "
-                "off while downloading, or be a Git LFS pointer: fetch it again."
+                f"{path} ({path.stat().st_size} bytes) is not a complete safetensors file: {error}. It may have been "
+                "cut off in a download, or be a Git LFS pointer: fetch it again."
             ) from error
         unknown = {s.get_dtype() for s in slices.values()} - set(DTYPES)
         if unknown:
@@ -165,8 +177,8 @@ class PickleFile:
             raise CheckpointError(f"{path} could not be read with weights_only=True: {error}") from error
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
             raise CheckpointError(
-                f"{path} is not a flat table of tensors. If it is a training checkpoint, save its model's state_dict() on "
-                "its own."
+                f"{path} is not a flat table of tensors. If it is a training checkpoint, save its model's state_dict() "
+                "on its own."
             )
         self._state: dict[str, Tensor] = state
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in state.items()}
@@ -289,8 +301,8 @@ def weight_format(path: Path, allow_pickle: bool) -> WeightFormat:
         )
     if found[0] is PICKLE and not allow_pickle:
         raise CheckpointError(
-            f"{path} has its weights only as pickle ({PICKLE.single}), a format that can carry code. If you trust where "
-            "it is from, pass allow_pickle=True (--allow-pickle): it is then read with weights_only=True."
+            f"{path} has its weights only as pickle ({PICKLE.single}), a format that can carry code. If you trust "
+            "where it is from, pass allow_pickle=True (--allow-pickle): it is then read with weights_only=True."
         )
     return found[0]
 
@@ -407,6 +419,8 @@ def write_tensors(
             advance(tensor.nbytes // 2)
         try:
             save_file(shard, directory / file, metadata={"format": "pt"})
+            # The library makes files that only their owner can read; the folder's mode carries the user's umask.
+            (directory / file).chmod(directory.stat().st_mode & 0o666)
             flush(directory / file)
         except (SafetensorError, OSError) as error:
             raise DestinationError(f"{directory / file} could not be written: {error}") from error

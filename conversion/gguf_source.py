@@ -25,10 +25,8 @@ READ = {
     *("rope.dimension_count", "rope.freq_base", "attention.head_count", "attention.head_count_kv"),
     "attention.layer_norm_rms_epsilon",
 }
-# Metadata that it does not read, and the value with which that is right. `head_dim` stands for the width of a head.
+# Metadata that it does not read, and the value with which that is right; beside these, key_length and value_length.
 NEUTRAL: dict[str, Any] = {
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
     "expert_count": 0,
     "expert_used_count": 0,
     "rope.scaling.type": "none",
@@ -116,7 +114,7 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     if architecture != ARCHITECTURE:
         raise CheckpointError(f"{path} is a GGUF of architecture {architecture!r}; only {ARCHITECTURE!r} can be read.")
     if "split.count" in metadata and metadata["split.count"].contents() > 1:
-        raise CheckpointError(f"{path} is one part of a split GGUF: join the parts with llama.cpp's gguf-split --merge.")
+        raise CheckpointError(f"{path} is one part of a split GGUF: join them with llama.cpp's gguf-split --merge.")
     values, _ = PreTrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
     # A tokenizer's field, and the name that a person gave the model: neither belongs to a config.json.
     config = {name: value for name, value in values.items() if name not in ("unk_token_id", "_model_name_or_path")}
@@ -125,12 +123,13 @@ def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:
     names = {tensor.name for tensor in reader.tensors}
     config["attention_bias"] = "blk.0.attn_q.bias" in names
     config["mlp_bias"] = "blk.0.ffn_up.bias" in names
-    passed_over = [
-        f"{name}={found!r}"
-        for name, found in ((n, f.contents()) for n, f in metadata.items() if n.startswith(f"{ARCHITECTURE}."))
-        if (key := name.removeprefix(f"{ARCHITECTURE}.")) not in READ
-        and found != config.get(NEUTRAL.get(key), NEUTRAL.get(key))
-    ]
+    widths = dict.fromkeys(("attention.key_length", "attention.value_length"), config["head_dim"])
+    stated = {
+        key: field.contents()
+        for name, field in metadata.items()
+        if (key := name.removeprefix(f"{ARCHITECTURE}.")) not in {name, *READ}
+    }
+    passed_over = [f"{k}={found!r}" for k, found in stated.items() if found != (NEUTRAL | widths).get(k)]
     if "rope_freqs.weight" in names:
         passed_over.append("rope_freqs.weight (a scaled RoPE, as Llama 3.1 has)")
     if passed_over:

@@ -6,6 +6,7 @@ Legend: `H` query heads, `K` key/value heads, `D` channels of a head, `…` the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .rules import Op, Rule
@@ -68,7 +69,14 @@ rename = Op("rename", to_ours=lambda tensors, config: tensors, to_theirs=lambda 
 transpose = Op("transpose", to_ours=lambda t, config: [t[0].t()], to_theirs=lambda t, config: [t[0].t()])
 qkv_rows = split_rows(_qkv_rows)  # q | k | v
 halves = split_rows(lambda config: [config.intermediate_size] * 2)  # gate | up
-qkv_heads = Op("split heads", _split_heads, _join_heads)  # the q of a key/value head, then its k and its v, head by head
+# Key/value head by key/value head: the queries that it serves, then its key, then its value.
+qkv_heads = Op("split heads", _split_heads, _join_heads)
+# One tensor of ours for several of theirs.
+stack = Op(
+    "stack",
+    to_ours=lambda tensors, config: [_torch().stack(list(tensors))],
+    to_theirs=lambda tensors, config: tensors[0].unbind(0),
+)
 
 
 def weight(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
@@ -79,6 +87,11 @@ def weight(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rena
 def both(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
     """The rules for `.weight` and `.bias` of modules; each applies where our module has it."""
     return [_rule(theirs, ours, op, suffix) for suffix in (".weight", ".bias")]
+
+
+def only(when: Callable[[Any], bool], rules: Sequence[Rule]) -> list[Rule]:
+    """The rules of one variant of a family."""
+    return [replace(rule, when=when) for rule in rules]
 
 
 def _rule(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op, suffix: str) -> Rule:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+from huggingface_hub.errors import StrictDataclassError
+
 from .errors import ConversionError, NotExpressible, UnknownFamily, UnsupportedField
 
 if TYPE_CHECKING:
@@ -74,12 +76,12 @@ class Derived:
 
 # Fields that say how a model is stored, served, sampled from or trained, never what it computes.
 INERT = {
-    *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "unsloth_version"),
-    *("name_or_path", "_name_or_path", "pretraining_tp", "tokenizer_class", "torchscript", "use_cache", "is_decoder"),
-    *("chunk_size_feed_forward", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params"),
-    *("output_hidden_states", "output_attentions", "return_dict", "use_return_dict", "use_bfloat16", "_commit_hash"),
-    *("_attn_implementation", "_attn_implementation_internal", "attn_implementation", "gradient_checkpointing"),
-    *("classifier_dropout", "transformers.js_config", "finetuning_task", "model_max_length", "use_safetensors", "unsloth_fixed"),
+    *("_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "architectures"),
+    *("attn_implementation", "auto_map", "chunk_size_feed_forward", "classifier_dropout", "dtype", "finetuning_task"),
+    *("gradient_checkpointing", "id2label", "is_decoder", "label2id", "model_max_length", "model_type", "name_or_path"),
+    *("num_labels", "output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
+    *("task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config"),
+    *("transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict"),
 }
 
 
@@ -133,11 +135,11 @@ def refuse_unsupported(family: Family, native: PreTrainedConfig, foreign: Mappin
     known = {*INERT, *family.inert, *family.aliases, *(name for entry in family.config for name in entry.theirs)}
     defaults, states = type(native)(), {f.name for f in fields(native)}
     unsupported = [name for name in states - known if getattr(native, name) != getattr(defaults, name)]
-    # A key the native class did not take up; null and false say that something is absent, which it is.
+    # Keys that the native class has kept without knowing them; those it understood, it has consumed.
     unsupported += [
         name
         for name, value in foreign.items()
-        if name in vars(native) and name not in states | known and value not in (None, False)
+        if name in vars(native) and name not in states | known and not says_absent(value)
     ]
     if unsupported:
         raise UnsupportedField(
@@ -147,6 +149,11 @@ def refuse_unsupported(family: Family, native: PreTrainedConfig, foreign: Mappin
         )
 
 
+def says_absent(value: Any) -> bool:
+    """Null, false and empty say that there is none of something; zero is a value."""
+    return value is None or value is False or (not value and not isinstance(value, int | float))
+
+
 def write_config(family: Family, config: LlmArchConfig) -> Values:
     """Their config.json for our config. Where ours came from it, only keys whose meaning has changed are rewritten.
 
@@ -154,11 +161,11 @@ def write_config(family: Family, config: LlmArchConfig) -> Values:
         NotExpressible: naming every switch that the family cannot say, with both values.
     """
     if config.is_heterogeneous:
-        raise NotExpressible(f"Family {family.name!r} has one form of block; this model's layers differ from each other.")
+        raise NotExpressible(f"Family {family.name!r} has one form of block; the layers of this model differ.")
     theirs = their_values(family, config)
     try:
         back = read_config(family, theirs)
-    except ValueError as error:
+    except (ValueError, NotImplementedError, StrictDataclassError) as error:
         raise NotExpressible(f"Family {family.name!r} cannot express this model: {error}") from error
     if lost := differences(config, back):
         raise NotExpressible(
@@ -166,19 +173,20 @@ def write_config(family: Family, config: LlmArchConfig) -> Values:
             + "; ".join(f"{name} is {mine!r}, {family.name} would read {its!r}" for name, (mine, its) in lost.items())
             + ". Export to a family that can, or change these fields."
         )
+    dtypes = {} if config.dtype is None else dict.fromkeys(("dtype", "torch_dtype"), dtype_name(config))
     origin = config.converted_from or {}
     if origin.get("family") == family.name:
         original = origin["config"]
         before = their_values(family, read_config(family, original))
         changed = {name: value for name, value in theirs.items() if value != before.get(name)}
-        # A stored dtype is kept true, but never added.
-        changed |= {name: dtype_name(config) for name in ("dtype", "torch_dtype") if name in original and _cast(config, origin)}
+        # A dtype that is stated is kept true, but none is added.
+        changed |= {name: dtype for name, dtype in dtypes.items() if name in original}
         patched = {**copy.deepcopy(original), **changed}
+        # Not so where an old spelling in the original overrules the new value: then all is written afresh.
         if not differences(config, read_config(family, patched)):
             return patched
     native = native_config(family, theirs).to_diff_dict()
-    dtype = {"dtype": dtype_name(config), "torch_dtype": dtype_name(config)} if config.dtype else {}
-    return {**native, "architectures": list(family.architectures.values())[:1], **theirs, **dtype}
+    return {**native, "architectures": list(family.architectures.values())[:1], **theirs, **dtypes}
 
 
 def their_values(family: Family, config: LlmArchConfig) -> Values:
@@ -191,14 +199,18 @@ def their_values(family: Family, config: LlmArchConfig) -> Values:
 def differences(ours: LlmArchConfig, back: LlmArchConfig) -> dict[str, tuple[Any, Any]]:
     """Switches in which two configs disagree, by meaning: values that follow from others are written out first."""
     a, b = meaning(ours), meaning(back)
-    return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+    return {name: (a[name], b.get(name)) for name in a if a[name] != b.get(name)}
 
 
 def meaning(config: LlmArchConfig) -> Values:
-    values = {f.name: getattr(config, f.name) for f in config.switches() if f.name not in ("converted_from", "use_cache")}
+    values = {f.name: getattr(config, f.name) for f in config.switches()}
+    del values["converted_from"], values["use_cache"]
+    if config.position_encoding not in ("rope", "learned"):
+        del values["max_position_embeddings"]  # the other encodings have no length
     return values | {
         "attention_type": config.attention_kind,
         "qk_norm_type": config.qk_norm_type or config.norm_type,
+        "qk_norm_bias": config.norm_bias if config.qk_norm_bias is None else config.qk_norm_bias,
         "nope_layers": config.nope_layers or [],
         "rope_parameters": {
             kind: {name: value for name, value in parameters.items() if (name, value) != ("partial_rotary_factor", 1.0)}
@@ -209,8 +221,3 @@ def meaning(config: LlmArchConfig) -> Values:
 
 def dtype_name(config: PreTrainedConfig) -> str:
     return str(config.dtype).removeprefix("torch.")
-
-
-def _cast(config: LlmArchConfig, origin: Mapping[str, Any]) -> bool:
-    stated = origin["config"].get("dtype", origin["config"].get("torch_dtype"))
-    return config.dtype is not None and dtype_name(config) != str(stated).removeprefix("torch.")

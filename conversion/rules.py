@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from itertools import product
 from string import Formatter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import PlanError, some
+from .errors import CheckpointError, PlanError, some
 from .relation import Entry, family_of, read_config, write_config
 
 if TYPE_CHECKING:
@@ -41,13 +42,16 @@ class Op:
 class Rule:
     """`theirs` become `ours` through `op`.
 
-    Names are templates: `{i}` counts layers, `{e}` experts. A variable on both sides makes one step for each of its
-    values; a variable on one side only gathers its values into one step (experts that are packed into one tensor).
+    Names are templates: `{i}` counts layers, `{e}` experts, `{h}` query heads, `{k}` key/value heads. A variable on both
+    sides makes one step for each of its values; a variable on one side only gathers its values into one step (experts
+    that are packed into one tensor).
+    `when` tells apart rules that make the same tensor of ours in different variants of a family.
     """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     op: Op
+    when: Callable[[LlmArchConfig], bool] = lambda config: True
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,7 @@ def plan(
     spelling = min(family.spellings, key=unpaired)
     steps = make_steps(family, ours, shapes, spelling, given)
     reasons = {
-        spell(name, spelling): drop.reason
-        for drop in family.drops
-        for name in expand((drop.theirs,), ranges(ours))
+        spell(name, spelling): drop.reason for drop in family.drops for name in expand((drop.theirs,), ranges(ours))
     }
     dropped = {name: reasons[name] for name in given if name in reasons}
     their_shapes = prove(family, ours, steps, shapes)
@@ -216,7 +218,7 @@ def make_steps(
     steps: list[Step] = []
     copies: dict[str, str] = {}
     tied = tied_tensors(config)
-    for rule in family.weights:
+    for rule in filter(lambda rule: rule.when(config), family.weights):
         shared = variables(rule.theirs) & variables(rule.ours)
         outer = {name: span for name, span in ranges(config).items() if name in shared}
         inner = {name: span for name, span in ranges(config).items() if name not in shared}
@@ -235,9 +237,11 @@ def make_steps(
                 raise PlanError(f"Family {family.name!r}: {some(step.theirs)} holds {absent}, which our model lacks.")
             elif step.ours[0] in tied and step.theirs[0] in on_disk:
                 copies[tied[step.ours[0]]] = step.theirs[0]
-    return tuple(
-        Step((*step.theirs, copies[step.ours[0]]), step.ours, TIED) if step.ours[0] in copies else step for step in steps
-    )
+    return tuple(tied_step(step, copies) if step.ours[0] in copies else step for step in steps)
+
+
+def tied_step(step: Step, copies: Mapping[str, str]) -> Step:
+    return Step((*step.theirs, copies[step.ours[0]]), step.ours, TIED)
 
 
 def prove(
@@ -280,19 +284,26 @@ def tied_tensors(config: LlmArchConfig) -> dict[str, str]:
 
 def ranges(config: LlmArchConfig) -> dict[str, range]:
     """What a template's variables count."""
-    return {"i": range(config.num_hidden_layers), "e": range(config.num_experts or 0)}
+    return {
+        "i": range(config.num_hidden_layers),
+        "e": range(config.num_experts or 0),
+        "h": range(config.num_attention_heads),
+        "k": range(config.num_key_value_heads),
+    }
 
 
 def variables(templates: Iterable[str]) -> set[str]:
     return {name for template in templates for _, name, _, _ in Formatter().parse(template) if name}
 
 
-def expand(templates: Iterable[str], spans: Mapping[str, range], index: Mapping[str, int] | None = None) -> Iterator[str]:
-    """Write out templates: variables in `index` take their value, those in `spans` all of theirs, the last fastest."""
+def expand(
+    templates: Iterable[str], spans: Mapping[str, range], index: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[str]:
+    """Write out templates: variables in `index` take their value, those in `spans` all of theirs in turn."""
     for template in templates:
-        free = sorted(variables((template,)) - set(index or ()), reverse=True)
+        free = sorted(variables((template,)) - set(index))
         for values in product(*(spans[name] for name in free)):
-            yield template.format(**(index or {}), **dict(zip(free, values, strict=True)))
+            yield template.format(**index, **dict(zip(free, values, strict=True)))
 
 
 def spell(name: str, spelling: Mapping[str, str]) -> str:
@@ -303,8 +314,6 @@ def spell(name: str, spelling: Mapping[str, str]) -> str:
 
 
 def _same_tensor(tensors: Sequence[Tensor], config: LlmArchConfig) -> Sequence[Tensor]:
-    from .errors import CheckpointError
-
     first, *others = tensors
     if not all(first.equal(other) for other in others):
         raise CheckpointError(

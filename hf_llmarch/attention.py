@@ -82,7 +82,8 @@ def eager_attention(
     Returns:
         The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
     """
-    key, value = repeat_heads(key, module.num_key_value_groups), repeat_heads(value, module.num_key_value_groups)
+    groups = query.shape[1] // key.shape[1]
+    key, value = repeat_heads(key, groups), repeat_heads(value, groups)
     scores = torch.matmul(query, key.mT) * scaling  # (B, H, T, S)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -113,7 +114,7 @@ class ScoredAttention(nn.Module):
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
-        layer = config.per_layer_config[layer_idx]
+        layer = config.layer(layer_idx)
         # The whole model's config: `set_attn_implementation` changes it there.
         self.config, self.layer_idx = config, layer_idx
         self.is_causal = True
@@ -156,7 +157,7 @@ class Attention(ScoredAttention):
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        layer = config.per_layer_config[layer_idx]
+        layer = config.layer(layer_idx)
         width, self.head_dim = layer.hidden_size, layer.head_dim
         queries, keys = layer.num_attention_heads, layer.num_key_value_heads
         self.q_proj = nn.Linear(width, queries * self.head_dim, bias=layer.attention_bias)
@@ -168,8 +169,9 @@ class Attention(ScoredAttention):
         self.k_norm: nn.Module = nn.Identity()
         if layer.qk_norm != "none":
             shape = QK_NORM_SHAPES[layer.qk_norm]
-            self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=layer.qk_norm_type)
-            self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=layer.qk_norm_type)
+            kind, bias = layer.qk_norm_type, layer.qk_norm_bias
+            self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=kind, bias=bias)
+            self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=kind, bias=bias)
         # A norm over all heads sees them side by side; -1 leaves the number of heads to the tensor, which under
         # tensor parallelism holds a part of them.
         self.norm_view = (-1,) if layer.qk_norm == "projection" else (-1, self.head_dim)

@@ -26,7 +26,7 @@ class Block(GradientCheckpointingLayer):
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
-        layer = config.per_layer_config[layer_idx]
+        layer = config.layer(layer_idx)
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
         self.mlp = FEED_FORWARDS[layer.ffn_type](layer)
         attn_slots, mlp_slots = self.norm_slots(layer)
@@ -79,5 +79,5 @@ BLOCKS: dict[tuple[bool, int], type[Block]] = {
 
 
 def block(config: LlmArchConfig, layer_idx: int) -> Block:
-    layer = config.per_layer_config[layer_idx]
+    layer = config.layer(layer_idx)
     return BLOCKS[layer.parallel_block, layer.parallel_norms](config, layer_idx)

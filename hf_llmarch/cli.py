@@ -9,21 +9,27 @@ import contextlib
 import errno
 import inspect
 import json as json_format
-import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from hf_llmarch.conversion.convert import Report
+    from hf_llmarch.conversion.verify import Certificate
 
 
 class Exit(IntEnum):
@@ -40,13 +46,13 @@ class Exit(IntEnum):
 
 
 EXIT_MEANING = {
-    Exit.OK: "done; with a verification: nothing differs",
-    Exit.DIFFERENT: "the verification found a difference",
+    Exit.OK: "done, and nothing differs",
+    Exit.DIFFERENT: "a verification found a difference",
     Exit.USAGE: "wrong usage of the command line",
-    Exit.INPUT: "the source cannot be used: not found, damaged, an unknown family, tensor or field",
+    Exit.INPUT: "the source cannot be used (not found, damaged, an unknown family, tensor or field)",
     Exit.NOT_EXPRESSIBLE: "the family that was asked for cannot express this model",
-    Exit.DESTINATION: "the destination cannot be used: not empty, not writable, no space left",
-    Exit.INTERNAL: "a defect in hf_llmarch; --debug shows where",
+    Exit.DESTINATION: "the destination cannot be used (not empty, not writable, no space left)",
+    Exit.INTERNAL: "a defect in hf_llmarch (--debug shows where)",
     Exit.INTERRUPTED: "interrupted from the keyboard",
 }
 
@@ -63,7 +69,7 @@ class Answer:
 app = typer.Typer(
     name="hf-llmarch",
     help="Every architecture switch of the Transformer line in one Hugging Face model class.",
-    epilog="Exit codes: " + "; ".join(f"{code.value} {re.split("[:;]", meaning)[0]}" for code, meaning in EXIT_MEANING.items()),
+    epilog="Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXIT_MEANING.items()),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -122,7 +128,7 @@ def report(error: Exception, *, json: bool, debug: bool) -> Exit:
         traceback.print_exception(error, file=sys.stderr)
     message = " ".join(str(error).split()) or type(error).__name__
     if code is Exit.INTERNAL:
-        message = f"{type(error).__name__}: {message} This is a defect in hf_llmarch; --debug shows where."
+        message = f"{type(error).__name__}: {message} This is a defect in hf_llmarch (--debug shows where)."
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}", highlight=False)
     return code
 
@@ -143,44 +149,17 @@ def exit_code(error: Exception) -> Exit:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    print(json_format.dumps(plain(data), indent=2, ensure_ascii=False))
+    print(json_format.dumps(data, indent=2, ensure_ascii=False))
 
 
-def plain(value: Any) -> Any:
-    """The value in JSON's own types."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | NoneType) else str(value)
-
-
-def facts(title: str, data: dict[str, Any]) -> Table:
+def facts(title: str, values: dict[str, str]) -> Table:
     """A table of names and values, in the order given."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
-    table.add_column(style="bold")
+    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in data.items():
-        table.add_row(name.replace("_", " "), escape(shown(value)))
+    for name, value in values.items():
+        table.add_row(name, escape(value))
     return table
-
-
-def shown(value: Any) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case None:
-            return "–"
-        case float():
-            return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-        case int():
-            return f"{value:,}"
-        case list() | tuple():
-            return ", ".join(map(shown, value)) or "–"
-        case _:
-            return str(value)
 
 
 # ---- switches
@@ -230,15 +209,15 @@ def switch_rows() -> list[dict[str, Any]]:
 
 def family_rows() -> list[dict[str, Any]]:
     """One row a family: name (their `model_type`), covers, architectures (their class names)."""
-    from hf_llmarch.conversion import families
-
+    home = import_module("hf_llmarch.conversion.families")
+    modules = [import_module(f"{home.__name__}.{name}") for name in home.MODULES]
     return [
         {
-            "name": name,
-            "covers": " ".join((sys.modules[f"{families.__module__}.{name}"].__doc__ or "").split()),
-            "architectures": list(family.architectures.values()),
+            "name": module.FAMILY.name,
+            "covers": " ".join((module.__doc__ or "").split()),
+            "architectures": list(module.FAMILY.architectures.values()),
         }
-        for name, family in families().items()
+        for module in modules
     ]
 
 
@@ -256,7 +235,9 @@ def families() -> Answer:
 
 @command
 def switches(
-    topic: Annotated[str | None, typer.Argument(help="Show one topic, or the switches whose name contains this.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(help="Show one topic, or the switches whose name contains this.")
+    ] = None,
 ) -> Answer:
     """The fields of the config: type, default, meaning, by topic."""
     every = switch_rows()
@@ -277,6 +258,147 @@ def switches(
                 table.add_row(row["name"], escape(row["type"]), escape(default), escape(row["doc"]) + note)
         tables.append(table)
     return Answer({"switches": rows}, Group(*tables))
+
+
+# ---- convert, export, verify
+
+Family = Annotated[str | None, typer.Option(help="The family's `model_type`; default: what the source says.")]
+DType = Annotated[
+    str | None, typer.Option(help="Cast to `float32`, `bfloat16` or `float16`; default: keep every byte.")
+]
+ShardSize = Annotated[str, typer.Option(help="Largest weight file, in bytes or like `5GB`.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a destination that holds a model.")]
+Pickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read `pytorch_model*.bin` where there is no safetensors.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+
+
+@command
+def convert(
+    source: Annotated[str, typer.Argument(help="A folder, a Hub id or a GGUF file.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    family: Family = None,
+    dtype: DType = None,
+    max_shard_size: ShardSize = "5GB",
+    revision: Revision = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the result with transformers' own class.")] = False,
+    overwrite: Overwrite = False,
+    allow_pickle: Pickle = False,
+    quiet: Quiet = False,
+) -> Answer:
+    """Convert a public checkpoint into a folder that `AutoModelForCausalLM` opens."""
+    from hf_llmarch.conversion.convert import convert as run
+
+    return written(
+        run(
+            source,
+            destination,
+            family=family,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            revision=revision,
+            verify=verify,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=not quiet,
+        )
+    )
+
+
+@command
+def export(
+    source: Annotated[str, typer.Argument(help="A folder or Hub id of an llmarch model.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to make.")],
+    family: Annotated[str | None, typer.Option(help="The family to write; default: the one it came from.")] = None,
+    dtype: DType = None,
+    max_shard_size: ShardSize = "5GB",
+    revision: Revision = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> Answer:
+    """Give an llmarch model back as a checkpoint of its family, or of another one."""
+    from hf_llmarch.conversion.convert import export as run
+
+    return written(
+        run(
+            source,
+            destination,
+            family=family,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            revision=revision,
+            overwrite=overwrite,
+            progress=not quiet,
+        )
+    )
+
+
+@command
+def verify(
+    a: Annotated[str, typer.Argument(help="The original: a folder, a Hub id or a GGUF file.")],
+    b: Annotated[str, typer.Argument(help="The converted model. The two may come in either order.")],
+    new_tokens: Annotated[int, typer.Option(min=0, help="Greedy tokens to compare.")] = 32,
+    allow_pickle: Pickle = False,
+    quiet: Quiet = False,
+) -> Answer:
+    """Compare a converted model with its original: logits, greedy tokens, and the bytes of an export."""
+    from hf_llmarch.conversion.verify import verify as run
+
+    certificate = run(a, b, new_tokens=new_tokens, allow_pickle=allow_pickle, progress=not quiet)
+    return Answer(certificate.to_dict(), certificate_view(certificate), verdict(certificate))
+
+
+def written(report: "Report") -> Answer:
+    certificate = report.certificate
+    views = [report_view(report), *([certificate_view(certificate)] if certificate else [])]
+    return Answer(report.to_dict(), Group(*views), verdict(certificate))
+
+
+def verdict(certificate: "Certificate | None") -> Exit:
+    return Exit.OK if certificate is None or certificate.ok else Exit.DIFFERENT
+
+
+def report_view(report: "Report") -> Table:
+    peak = report.peak_rss_bytes
+    return facts(
+        report.destination,
+        {
+            "from": report.source,
+            "family": report.family,
+            "tensors": f"{report.tensors:,}, {decimal(report.bytes)}",
+            "numbers": "unchanged" if report.byte_exact else "cast to another dtype",
+            "left out": "; ".join(f"{name}: {reason}" for name, reason in report.dropped.items()) or "nothing",
+            "time": f"{report.seconds:.1f} s, {report.megabytes_per_second:,.0f} MB/s",
+            "peak memory": "unknown" if peak is None else decimal(peak),
+        },
+    )
+
+
+def certificate_view(certificate: "Certificate") -> Group:
+    c = certificate
+    table = facts(
+        "Certificate",
+        {
+            "original": c.original,
+            "converted": f"{c.ours} ({c.family})",
+            "logits": f"differ by at most {c.max_logit_difference:.1e}, {c.relative_logit_difference:.1e} of their "
+            f"spread (bound {c.tolerance:.0e}), over {c.prompt_tokens:,} tokens in fp32",
+            "hidden states": "equal within that bound in every layer"
+            if c.first_divergent_layer is None
+            else f"differ from layer {c.first_divergent_layer} on",
+            "most likely token": f"the same at {c.argmax_agreement:.2%} of positions",
+            "greedy tokens": f"{c.prompts} x {c.new_tokens} generated with a cache: "
+            + ("equal" if c.greedy_equal else "different"),
+            "bytes": f"{c.tensors - len(c.tensors_different):,} of {c.tensors:,} tensors come back byte for byte"
+            + (f", {c.dropped} left out on purpose" if c.dropped else ""),
+            "sha256": c.sha256,
+            "computed with": ", ".join(f"{name} {version}" for name, version in c.versions.items()),
+        },
+    )
+    lines = [f"[red]✗[/] {escape(problem)}" for problem in c.problems] or ["[green]✓[/] the same model"]
+    return Group(table, *(Text.from_markup(line) for line in lines))
 
 
 def main() -> None:

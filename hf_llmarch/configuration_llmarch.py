@@ -10,7 +10,7 @@ Do not add `from __future__ import annotations` here: with string annotations `@
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
@@ -31,6 +31,13 @@ RopeType = Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "lon
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 Number = float | int  # a field annotated `float` alone would refuse the JSON number 1
 
+if TYPE_CHECKING:  # None until the config is built, or off the path that reads it: readers need not ask
+    FilledInt: TypeAlias = int
+    FilledBool: TypeAlias = bool
+    FilledList: TypeAlias = list[str]
+else:
+    FilledInt, FilledBool, FilledList = int | None, bool | None, list[str] | None
+
 
 def switch(default: Any, doc: str) -> Any:
     """A config field with its documentation, readable at run time through `switches()`."""
@@ -42,13 +49,14 @@ class SizeSwitches:
     vocab_size: int = switch(32000, "Rows of the token embedding and of the output head.")
     hidden_size: int = switch(512, "Width of the residual stream.")
     num_hidden_layers: int = switch(8, "Number of blocks.")
-    intermediate_size: int | None = switch(
+    intermediate_size: FilledInt = switch(
         None,
         "Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to "
         "`ffn_multiple_of` for `glu`, so that both have about the same number of parameters.",
     )
     max_position_embeddings: int = switch(
-        2048, "Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."
+        2048,
+        "Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling.",
     )
     topology: Topology = switch(
         "decoder", "Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."
@@ -63,15 +71,15 @@ class AttentionSwitches:
         "MQA: arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.",
     )
     num_attention_heads: int = switch(8, "Number of query heads.")
-    num_key_value_heads: int | None = switch(
+    num_key_value_heads: FilledInt = switch(
         None, "Number of key and value heads. None: one a query head (1 for `mqa`)."
     )
-    head_dim: int | None = switch(None, "Width of a head. None: hidden_size / num_attention_heads.")
-    v_head_dim: int | None = switch(None, "MLA: width of a value head.")
+    head_dim: FilledInt = switch(None, "Width of a head. None: hidden_size / num_attention_heads.")
+    v_head_dim: FilledInt = switch(None, "MLA: width of a value head.")
     q_lora_rank: int | None = switch(None, "MLA: rank of the query compression. None: queries are not compressed.")
-    kv_lora_rank: int | None = switch(None, "MLA: rank of the joint key and value compression, the cached latent.")
-    qk_nope_head_dim: int | None = switch(None, "MLA: part of a query/key head that carries no position.")
-    qk_rope_head_dim: int | None = switch(None, "MLA: part of a query/key head that is rotated; its key is shared.")
+    kv_lora_rank: FilledInt = switch(None, "MLA: rank of the joint key and value compression, the cached latent.")
+    qk_nope_head_dim: FilledInt = switch(None, "MLA: part of a query/key head that carries no position.")
+    qk_rope_head_dim: FilledInt = switch(None, "MLA: part of a query/key head that is rotated; its key is shared.")
     mla_cache: Literal["latent", "expanded"] = switch(
         "latent", "MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."
     )
@@ -84,6 +92,7 @@ class AttentionSwitches:
         "`heads` over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).",
     )
     qk_norm_type: NormType | None = switch(None, "Norm used by `qk_norm`. None: as `norm_type`.")
+    qk_norm_bias: bool | None = switch(None, "A bias on the norms of `qk_norm`. None: as `norm_bias`.")
     attention_scale: Number | None = switch(
         None, "Factor on q.k. None: 1/sqrt(query/key head width), times YaRN's mscale squared for `mla`."
     )
@@ -104,7 +113,7 @@ class AttentionSwitches:
     attention_chunk_size: int | None = switch(
         None, "Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."
     )
-    layer_types: list[str] | None = switch(
+    layer_types: FilledList = switch(
         None,
         "One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when "
         "`sliding_window` is set, chunked when `attention_chunk_size` is, else full.",
@@ -133,18 +142,21 @@ class PositionSwitches:
     sinusoidal_layout: SinusoidalLayout = switch(
         "interleaved", "Sine and cosine alternate as in the paper, or fill one half each as in Marian."
     )
-    position_offset: int = switch(0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2).")
+    position_offset: int = switch(
+        0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."
+    )
     alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
     alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")
+    alibi_in_bf16: bool = switch(
+        False, "ALiBi: slope times the key's place among the real tokens, rounded to bf16 in any dtype (Falcon)."
+    )
     relative_attention_num_buckets: int = switch(32, "T5 bias: number of distance buckets.")
     relative_attention_max_distance: int = switch(128, "T5 bias: distance from which on all share the last bucket.")
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class FeedForwardSwitches:
-    ffn_type: FFNType = switch(
-        "glu", "`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202."
-    )
+    ffn_type: FFNType = switch("glu", "`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202.")
     hidden_act: str = switch(
         "silu",
         "Activation, any name transformers knows. With `glu`: sigmoid is GLU, relu ReGLU, gelu GEGLU, silu SwiGLU.",
@@ -161,9 +173,13 @@ class ExpertSwitches:
     num_experts: int | None = switch(None, "Experts a sparse layer. None: every feed-forward is dense.")
     num_experts_per_tok: int = switch(2, "Experts a token is sent to.")
     moe_intermediate_size: int | None = switch(None, "Inner width of one expert. None: `intermediate_size`.")
-    num_shared_experts: int = switch(0, "Experts that every token passes, merged into one of that many times the width.")
+    num_shared_experts: int = switch(
+        0, "Experts that every token passes, merged into one of that many times the width."
+    )
     shared_expert_gate: bool = switch(False, "A sigmoid gate on the shared expert's output (Qwen2-MoE).")
-    mlp_layer_types: list[str] | None = switch(None, "`dense` or `sparse` a layer. None: all sparse if there are experts.")
+    mlp_layer_types: list[str] | None = switch(
+        None, "`dense` or `sparse` a layer. None: all sparse if there are experts."
+    )
     router_type: Literal["top_k", "expert_choice"] = switch(
         "top_k", "Tokens pick experts, or experts pick tokens (arXiv 2202.09368; not for causal generation)."
     )
@@ -177,20 +193,24 @@ class ExpertSwitches:
     router_jitter_noise: Number = switch(0.0, "Relative noise on the router's input, in training.")
     capacity_factor: Number | None = switch(None, "Slots an expert has, as a multiple of an even load. None: dropless.")
     overflow: Literal["drop", "next_best"] = switch("drop", "What happens to a token whose expert is full.")
-    router_bias_update_rate: Number = switch(0.0, "Step of the balancing bias without an auxiliary loss (arXiv 2408.15664).")
+    router_bias_update_rate: Number = switch(
+        0.0, "Step of the balancing bias without an auxiliary loss (arXiv 2408.15664)."
+    )
     experts_layout: Literal["packed", "linear"] = switch("packed", "One 3-D weight for all experts, or a Linear each.")
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class NormSwitches:
-    norm_type: NormType = switch("rmsnorm", "Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467).")
+    norm_type: NormType = switch(
+        "rmsnorm", "Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467)."
+    )
     norm_placement: NormPlacement = switch(
         "pre",
         "Where the norms of a branch f stand: `pre` x+f(n(x)), `post` n(x+f(x)), `sandwich` x+n(f(n(x))) (Gemma 2), "
         "`branch` x+n(f(x)) (OLMo 2).",
     )
     norm_eps: Number = switch(1e-6, "Added to the variance or mean square, in every norm of the model.")
-    norm_bias: bool | None = switch(None, "A bias on norms. None: yes for layernorm, no for rmsnorm.")
+    norm_bias: FilledBool = switch(None, "A bias on norms. None: yes for layernorm, no for rmsnorm.")
     norm_offset: Number = switch(0.0, "The gain is offset + weight: 1.0 where a checkpoint stores gain - 1 (Gemma).")
     norm_weight_in_fp32: bool = switch(
         False, "Apply the gain before the result is cast back to the input's dtype (Gemma, OLMo 2), not after (LLaMA)."
@@ -201,8 +221,12 @@ class NormSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class BlockSwitches:
-    parallel_block: bool = switch(False, "Attention and feed-forward read the same input and are added together (GPT-J).")
-    parallel_norms: Literal[1, 2] = switch(1, "A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX).")
+    parallel_block: bool = switch(
+        False, "Attention and feed-forward read the same input and are added together (GPT-J)."
+    )
+    parallel_norms: Literal[1, 2] = switch(
+        1, "A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX)."
+    )
     residual_scale: Number = switch(1.0, "Factor on each branch before it joins the residual stream (Granite).")
     hidden_dropout: Number = switch(0.0, "Dropout on each branch's output, in training.")
     embedding_dropout: Number = switch(0.0, "Dropout on the embedding, in training.")
@@ -286,7 +310,6 @@ class LlmArchConfig(
             (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0) if self.attention_kind == "mla" else None
         )
         super().__post_init__(**kwargs)
-        self.base_model_tp_plan = tensor_parallel_plan(self)
 
     def _only_layer_type(self) -> LayerType:
         if self.sliding_window is not None:
@@ -322,43 +345,58 @@ class LlmArchConfig(
             AttributeError: without RoPE, so that the host's `getattr(config, "rope_theta", default)` works.
         """
         for parameters in self.rope_by_layer_type.values():
-            if parameters is not None and "rope_theta" in parameters:
+            if "rope_theta" in parameters:
                 return parameters["rope_theta"]
         raise AttributeError(f"no rope_theta: position_encoding is {self.position_encoding!r}")
 
     @property
-    def rope_by_layer_type(self) -> dict[str, dict[str, Any] | None]:
+    def rope_by_layer_type(self) -> dict[str, dict[str, Any]]:
         """The flat RoPE parameters of each layer type in use. Empty without RoPE."""
         if self.position_encoding != "rope" or not self.rope_parameters:
             return {}
         nested = any(kind in self.rope_parameters for kind in get_args(LayerType))
         used = dict.fromkeys(self.layer_types)
-        return {kind: self.rope_parameters.get(kind) if nested else self.rope_parameters for kind in used}
+        return {kind: self.rope_parameters.get(kind, {}) if nested else self.rope_parameters for kind in used}
+
+    @property
+    def rope_switch_lengths(self) -> set[int]:
+        """The lengths at which LongRoPE goes from its short to its long factors."""
+        return {
+            parameters["original_max_position_embeddings"]
+            for parameters in self.rope_by_layer_type.values()
+            if parameters["rope_type"] == "longrope"
+        }
+
+    def layer(self, layer_idx: int) -> "LlmArchConfig":
+        """The config of one layer: this one, with what `per_layer_config` says of that layer."""
+        return cast(LlmArchConfig, self.per_layer_config[layer_idx])
 
     def layer_configs(self) -> "list[LlmArchConfig]":
         """The distinct layer views: every layer of a heterogeneous config, else the config itself once."""
-        return list(self.per_layer_config) if self.is_heterogeneous else [self]
+        return [self.layer(i) for i in range(self.num_hidden_layers)] if self.is_heterogeneous else [self]
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Fold the old spellings (`rope_scaling`, `rope_theta`, `partial_rotary_factor`) into `rope_parameters`."""
         old = {name: kwargs[name] for name in ROPE_SPELLINGS if kwargs.get(name) is not None}
         if self.position_encoding != "rope":
             if old:
-                raise ValueError(f"{', '.join(old)} given, but position_encoding={self.position_encoding!r} has no RoPE.")
+                raise ValueError(f"{', '.join(old)}: position_encoding={self.position_encoding!r} has no RoPE to set.")
             return {name: value for name, value in kwargs.items() if name not in ROPE_SPELLINGS}
         theta, known = old.get("rope_theta"), (self.rope_parameters or old.get("rope_scaling") or {}).get("rope_theta")
         if theta is not None and known is not None and theta != known:
-            raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one of them.")
+            raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one.")
         # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
         self.rope_parameters = _copy_nested(self.rope_parameters)
         if "rope_scaling" in kwargs:
             kwargs["rope_scaling"] = _copy_nested(kwargs["rope_scaling"])
         kwargs = super().convert_rope_params_to_dict(**kwargs)
-        for parameters in [self.rope_parameters, *filter(None, self.rope_by_layer_type.values())]:
+        for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
             parameters.pop("type", None)  # the older key, which the host copies to rope_type and leaves in place
         return kwargs
 
-    def _validate_ntk_rope_parameters(self, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None) -> None:
+    def _validate_ntk_rope_parameters(
+        self, rope_parameters: dict[str, Any], ignore_keys: set[str] | None = None
+    ) -> None:
         self._check_received_keys(
             "ntk", set(rope_parameters), {"rope_type", "factor"}, {"rope_theta"}, ignore_keys=ignore_keys
         )
@@ -396,7 +434,7 @@ def _copy_nested(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: int) -> int:
-    """4d for an MLP; 8/3 d for a GLU, whose third matrix makes that the same number of parameters (arXiv 2002.05202)."""
+    """4d for an MLP; 8/3 d for a GLU, whose third matrix makes that as many parameters (arXiv 2002.05202)."""
     if ffn_type == "mlp":
         return 4 * hidden_size
     return -(-8 * hidden_size // (3 * multiple_of)) * multiple_of
@@ -412,7 +450,9 @@ class Rule:
 
 
 def _rotary_dims_are_even(c: LlmArchConfig) -> bool:
-    return all(int(c.rotary_head_dim * (p.get("partial_rotary_factor") or 1.0)) % 2 == 0 for p in c.rope_by_layer_type.values())
+    return all(
+        int(c.rotary_head_dim * (p.get("partial_rotary_factor") or 1.0)) % 2 == 0 for p in c.rope_by_layer_type.values()
+    )
 
 
 def _known_rope_types(c: LlmArchConfig) -> bool:
@@ -520,12 +560,14 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "latent_norm_eps": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
     "mla_cache": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
     "qk_norm_type": ("a qk_norm", lambda c: c.qk_norm != "none"),
+    "qk_norm_bias": ("a qk_norm", lambda c: c.qk_norm != "none"),
     "rope_interleaved": equals("position_encoding", "rope"),
     "nope_layers": equals("position_encoding", "rope", "alibi", "relative_bias"),
     "sinusoidal_layout": equals("position_encoding", "sinusoidal"),
     "position_offset": equals("position_encoding", "learned", "sinusoidal"),
     "alibi_bias_max": equals("position_encoding", "alibi"),
     "alibi_scaled": equals("position_encoding", "alibi"),
+    "alibi_in_bf16": equals("position_encoding", "alibi"),
     "relative_attention_num_buckets": equals("position_encoding", "relative_bias"),
     "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
     "parallel_norms": equals("parallel_block", True),
@@ -556,7 +598,7 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
     """`per_layer_config` may vary what a layer has of its own; positions are prepared once a layer type."""
     if not config.is_heterogeneous:
         return
-    layers = list(config.per_layer_config)
+    layers = config.layer_configs()
     wide = MODEL_WIDE | ({"num_attention_heads"} if config.position_encoding in ("alibi", "relative_bias") else set())
     for name in sorted(wide & config._heterogeneity_spec.per_layer_attributes):
         raise ValueError(f"per_layer_config overrides {name!r}, which the model has once: set it on the config itself.")
@@ -564,15 +606,15 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
     for i, (kind, layer) in enumerate(zip(config.layer_types, layers, strict=False)):
         if widths.setdefault(kind, layer.rotary_head_dim) != layer.rotary_head_dim:
             raise ValueError(
-                f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from the other {kind} layers; positions "
-                f"are prepared once a layer type, so one of {', '.join(get_args(LayerType))} must have one head width."
+                f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from the other {kind} layers'; positions "
+                "are prepared once a layer type, so all layers of a type need one head width."
             )
 
 
 def refuse_pending(config: LlmArchConfig) -> None:
     for name, is_pending in PENDING.items():
         if is_pending(getattr(config, name)):
-            raise NotImplementedError(f"{name}={getattr(config, name)!r} is declared but not built yet in this version.")
+            raise NotImplementedError(f"{name}={getattr(config, name)!r} is declared, but not built in this version.")
 
 
 def refuse_unused(config: LlmArchConfig) -> None:
@@ -601,12 +643,8 @@ def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
 HOST_KEYWORDS = {
     *ROPE_SPELLINGS,
     *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
-    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config", "task_specific_params"),
-    *("tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "use_return_dict"),
+    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config"),
+    *("task_specific_params", "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript"),
+    *("transformers_version", "use_return_dict"),
     *("model_type", "add_cross_attention", "cross_attention_hidden_size", "unsloth_version", "transformers_weights"),
 }
-
-
-def tensor_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
-    """The host's tensor-parallel styles for the modules that this variant has (an entry without a module is an error)."""
-    return {}

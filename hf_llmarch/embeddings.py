@@ -13,6 +13,8 @@ class ScaledEmbedding(nn.Embedding):
     In bf16 Gemma multiplies by 55.5, not by sqrt(3072) = 55.4256.
     """
 
+    embed_scale: torch.Tensor
+
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
         super().__init__(num_embeddings, embedding_dim, padding_idx)
         self.scale = scale

@@ -1,6 +1,6 @@
 """Dense feed-forward: the MLP and the gated (GLU) family."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,9 +13,9 @@ from .configuration_llmarch import FFNType, LlmArchConfig
 class Swish(nn.Module):
     """x * sigmoid(beta x), arXiv 1710.05941; beta a constant, or one number learned in each layer."""
 
-    def __init__(self, beta: float | str):
+    def __init__(self, beta: float | Literal["learned"]):
         super().__init__()
-        self.beta = nn.Parameter(torch.empty(1)) if beta == "learned" else beta
+        self.beta: nn.Parameter | float = nn.Parameter(torch.empty(1)) if isinstance(beta, str) else beta
 
     def init_weights(self, std: float) -> None:
         if isinstance(self.beta, nn.Parameter):

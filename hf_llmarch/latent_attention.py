@@ -17,12 +17,12 @@ from .norms import norm
 
 class LatentAttention(ScoredAttention):
     """MLA. Few queries against a long context run absorbed: W_UK is folded into the query and W_UV into the output
-    (section 2.1.2), so keys and values are never expanded. Prefill and training expand them; both give the same numbers.
+    (section 2.1.2), so keys and values are never expanded. Prefill and training expand them, to the same numbers.
     """
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        layer = config.per_layer_config[layer_idx]
+        layer = config.layer(layer_idx)
         width, heads = layer.hidden_size, layer.num_attention_heads
         self.rank, self.nope, self.rope, self.value = (
             layer.kv_lora_rank,
@@ -72,12 +72,11 @@ class LatentAttention(ScoredAttention):
         if cache is not None and self.cache_is_latent:
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         if self.absorbs(q.shape[-2], latent.shape[-2], attention_mask):
-            out, weights = self.absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
-        else:
-            k, v = self.expand(latent, k_rope)
-            if cache is not None and not self.cache_is_latent:
-                k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-            out, weights = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, attention_mask, **kwargs)
+            return self.absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
+        k, v = self.expand(latent, k_rope)
+        if cache is not None and not self.cache_is_latent:
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        out, weights = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, attention_mask, **kwargs)
         return self.o_proj(out), weights
 
     def expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,4 +125,4 @@ class LatentAttention(ScoredAttention):
             mask = mask.expand(batch, heads, queries, -1).reshape(batch, 1, heads * queries, -1)
         out, weights = eager_attention(self, q, keys, latent, mask, scaling=self.scaling, softcap=self.softcap)
         out = torch.matmul(out.view(batch, heads, queries, self.rank), up_v.mT)  # (B, H, T, V)
-        return out.transpose(1, 2).flatten(2), weights.view(batch, heads, queries, -1)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), weights.view(batch, heads, queries, -1)

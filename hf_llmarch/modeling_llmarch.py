@@ -1,6 +1,6 @@
 """The models: one base model, and a class for each task. Parts are chosen in `__init__`; `forward` holds no switch."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,29 @@ from .compat import CACHE, MASKS
 from .configuration_llmarch import LlmArchConfig
 from .embeddings import Scale, SoftCap, chain, dropout, token_embedding
 from .norms import norm
-from .positions import POSITIONS
+from .positions import PADDING, POSITIONS
+
+
+def layer_masks(
+    config: LlmArchConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """One mask for each layer type in use, in the form that the attention implementation takes."""
+    if isinstance(attention_mask, dict):
+        return attention_mask
+    return {
+        kind: MASKS[kind](
+            config=config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            **{CACHE: cache},
+        )
+        for kind in dict.fromkeys(config.layer_types)
+    }
 
 
 class LlmArchPreTrainedModel(PreTrainedModel):
@@ -36,20 +58,21 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         refuse_backend(config, config._attn_implementation)
         super().__init__(config, *args, **kwargs)
 
+    # Properties, where the host has class attributes: they depend on the config.
     @property
-    def _supports_sdpa(self) -> bool:
+    def _supports_sdpa(self) -> bool:  # type: ignore[override]
         return not unhonoured(self.config, "sdpa")
 
     @property
-    def _supports_flash_attn(self) -> bool:
+    def _supports_flash_attn(self) -> bool:  # type: ignore[override]
         return not unhonoured(self.config, "flash_attention_2")
 
     @property
-    def _supports_flex_attn(self) -> bool:
+    def _supports_flex_attn(self) -> bool:  # type: ignore[override]
         return not unhonoured(self.config, "flex_attention")
 
     @property
-    def _can_compile_fullgraph(self) -> bool:
+    def _can_compile_fullgraph(self) -> bool:  # type: ignore[override]
         # Dynamic NTK picks its frequencies by the values of the positions.
         return all(p["rope_type"] != "dynamic" for p in self.config.rope_by_layer_type.values())
 
@@ -62,10 +85,10 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # A part with parameters or unsaved buffers of its own says itself how they begin.
-        if hasattr(module, "init_weights") and not isinstance(module, PreTrainedModel):
-            module.init_weights(self.config.initializer_range)
-        else:
+        if isinstance(module, PreTrainedModel) or not hasattr(module, "init_weights"):
             super()._init_weights(module)
+        else:
+            cast(Any, module).init_weights(self.config.initializer_range)
 
 
 class LlmArchModel(LlmArchPreTrainedModel):
@@ -86,9 +109,9 @@ class LlmArchModel(LlmArchPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -121,13 +144,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
         if use_cache and past is None:
             past = DynamicCache(config=self.config)
         # A cache made by this very call is empty: the masks are the same without it, and packed documents are seen.
-        masks = self.masks(inputs_embeds, attention_mask, position_ids, given)
+        masks = layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
         if position_ids is None:
             seen = given.get_seq_length() if given is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
 
         x = self.embed_dropout(self.embed_norm(self.embed_positions.embed(inputs_embeds, position_ids)))
-        state = self.embed_positions.prepare(x, position_ids, given)
+        state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             x = layer(
                 x,
@@ -138,36 +161,14 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 **state.get(kind, {}),
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **{CACHE: past})
-
-    def masks(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-        position_ids: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> dict[str, torch.Tensor | None]:
-        """One mask for each layer type in use, in the form that the attention implementation takes."""
-        if isinstance(attention_mask, dict):
-            return attention_mask
-        return {
-            kind: MASKS[kind](
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                **{CACHE: cache},
-            )
-            for kind in dict.fromkeys(self.config.layer_types)
-        }
+        outputs: dict[str, Any] = {CACHE: past}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **outputs)
 
 
 class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
     """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -180,16 +181,35 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         )
         self.post_init()
 
+    @staticmethod
+    def create_masks_for_generate(
+        config: LlmArchConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The masks that `generate` hands to a compiled forward; the host calls it."""
+        masks = layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
+        # Only where positions are counted from it: its growing shape would make a compiled forward compile again.
+        return {**masks, PADDING: attention_mask} if config.alibi_in_bf16 else masks
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+        """As the host's; but where a text outgrows the length at which LongRoPE changes its frequencies, the keys
+        cached so far were turned by the others, and the whole text is read again."""
+        cache, lengths = kwargs.get(CACHE), self.config.rope_switch_lengths
+        if cache is not None and lengths:
+            seen = int(cache.get_seq_length())
+            if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
+                kwargs[CACHE] = kwargs["next_sequence_length"] = None
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
@@ -203,7 +223,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         Returns:
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache.
         """
-        outputs: BaseModelOutputWithPast = self.model(
+        outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -223,5 +243,5 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE: outputs[CACHE] if CACHE in outputs else None},
+            **{CACHE: outputs.get(CACHE)},
         )

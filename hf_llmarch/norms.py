@@ -1,7 +1,5 @@
 """Norms, and where they stand around a branch."""
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -77,12 +75,18 @@ NORM_SLOTS: dict[NormPlacement, set[str]] = {
 }
 
 
-def norm(config: LlmArchConfig, *shape: int, kind: NormType | None = None, eps: float | None = None) -> Norm:
-    """A norm as the config says, over `hidden_size` unless a shape is given."""
+def norm(
+    config: LlmArchConfig,
+    *shape: int,
+    kind: NormType | None = None,
+    eps: float | None = None,
+    bias: bool | None = None,
+) -> Norm:
+    """A norm as the config says, over `hidden_size` unless a shape is given; None leaves a choice to the config."""
     return NORMS[kind or config.norm_type](
         shape or (config.hidden_size,),
         eps=config.norm_eps if eps is None else eps,
-        bias=cast(bool, config.norm_bias),
+        bias=config.norm_bias if bias is None else bias,
         offset=config.norm_offset,
         in_fp32=config.norm_weight_in_fp32,
     )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
@@ -18,6 +19,8 @@ from .configuration_llmarch import LlmArchConfig, PositionEncoding
 
 # What `prepare` returns: for each layer type, the keyword arguments its layers get.
 State = dict[str, dict[str, Any]]
+# Beside the masks by layer type, the 2-D padding mask that they were made from.
+PADDING = "padding"
 Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,7 +35,9 @@ class Positions(nn.Module):
         """Add absolute positions to the embedding `(B, T, C)`."""
         return x
 
-    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+    def prepare(
+        self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
+    ) -> State:
         """Compute once a forward what the layers of each type need."""
         return {}
 
@@ -62,6 +67,8 @@ class LearnedPositions(Positions, nn.Embedding):
 
 class SinusoidalPositions(Positions):
     """sin and cos of position / 10000^(2i/C), arXiv 1706.03762 section 3.5; any length."""
+
+    inv_freq: torch.Tensor
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -108,9 +115,7 @@ def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
-def rotate_part(
-    q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_part(q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the first R channels of a head and leave the others without position."""
     width = state[0].shape[-1]
     rotated_q, rotated_k = rotate(q[..., :width], k[..., :width], state)
@@ -201,7 +206,7 @@ class RotaryPositions(Positions):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         by_type = config.rope_by_layer_type
-        layers = {kind: config.per_layer_config[config.layer_types.index(kind)] for kind in by_type}
+        layers = {kind: config.layer(config.layer_types.index(kind)) for kind in by_type}
         # Layer types with equal parameters share one table.
         self.table_of = {
             kind: next(
@@ -215,7 +220,9 @@ class RotaryPositions(Positions):
             {kind: RotaryEmbedding(layers[kind], by_type[kind]) for kind in dict.fromkeys(self.table_of.values())}
         )
 
-    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+    def prepare(
+        self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
+    ) -> State:
         rotations = {kind: table(x, position_ids) for kind, table in self.tables.items()}
         return {kind: {"rotation": rotations[table]} for kind, table in self.table_of.items()}
 
@@ -241,20 +248,19 @@ class ScoreBias(Positions):
         super().__init__(config)
         self.first_layer = {kind: config.layer_types.index(kind) for kind in self.layer_types}
 
-    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor) -> torch.Tensor:
         """`(H, T, S)` for key index minus query index `(T, S)`."""
         raise NotImplementedError(f"{type(self).__name__} must say its bias")
 
-    def prepare(self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None) -> State:
+    def prepare(
+        self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
+    ) -> State:
         length, state = x.shape[1], {}
         for kind, layer in self.first_layer.items():
-            keys, first_key, past = length, 0, 0
-            if cache is not None:
-                keys, first_key = cache.get_mask_sizes(length, layer)
-                past = cache.get_seq_length(layer)
-            query_index = torch.arange(length, device=x.device) + past
+            keys, first_key = (length, 0) if cache is None else cache.get_mask_sizes(length, layer)
+            query_index = torch.arange(length, device=x.device) + (0 if cache is None else cache.get_seq_length(layer))
             key_index = torch.arange(keys, device=x.device) + first_key
-            state[kind] = {"position_bias": self.bias(key_index - query_index[:, None], x.dtype)[None]}
+            state[kind] = {"position_bias": self.bias(key_index - query_index[:, None]).to(x.dtype)[None]}
         return state
 
 
@@ -265,6 +271,7 @@ class AlibiPositions(ScoreBias):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        self.in_bf16 = config.alibi_in_bf16
         self.heads, self.bias_max = config.num_attention_heads, config.alibi_bias_max
         self.factor = attention_scale(config) if config.alibi_scaled else 1.0
         # An explicit dtype: a model loaded in bf16 would otherwise round the slopes.
@@ -273,8 +280,39 @@ class AlibiPositions(ScoreBias):
     def init_weights(self, std: float) -> None:
         init.copy_(self.slopes, alibi_slopes(self.heads, self.bias_max))
 
-    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return (self.slopes.float()[:, None, None] * (distance * self.factor)).to(dtype)
+    def bias(self, distance: torch.Tensor) -> torch.Tensor:
+        return self.slopes.float()[:, None, None] * (distance * self.factor)
+
+    def prepare(
+        self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
+    ) -> State:
+        if self.in_bf16:
+            return self.rounded(x, cache, attention_mask)
+        return super().prepare(x, position_ids, cache, attention_mask)
+
+    def rounded(self, x: torch.Tensor, cache: Cache | None, attention_mask: Any) -> State:
+        """Falcon's form, `(B, H, 1, S)`: slope times the key's place among the real tokens, a product rounded to bf16.
+
+        Rounding makes it depend on where a text begins, so the places come from the padding mask.
+        """
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[PADDING]
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                "alibi_in_bf16=True counts real tokens, so it needs the 2-D attention mask, not a 4-D one."
+            )
+        length, state = x.shape[1], {}
+        for kind, layer in self.first_layer.items():
+            keys, first_key = (length, 0) if cache is None else cache.get_mask_sizes(length, layer)
+            if attention_mask is None:
+                places = torch.arange(first_key + keys, device=x.device)[None]
+            else:
+                places = (attention_mask.cumsum(-1) - 1) * attention_mask
+                places = F.pad(places, (0, max(0, first_key + keys - places.shape[-1])))
+            places = places[:, None, first_key : first_key + keys]  # (B, 1, S)
+            bias = (self.slopes[:, None].bfloat16() * places).to(x.dtype) * self.factor  # (B, H, S)
+            state[kind] = {"position_bias": bias[:, :, None]}
+        return state
 
 
 def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:
@@ -294,9 +332,9 @@ class RelativeBias(ScoreBias):
         self.max_distance = config.relative_attention_max_distance
         self.relative_attention_bias = nn.Embedding(self.buckets, config.num_attention_heads)
 
-    def bias(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def bias(self, distance: torch.Tensor) -> torch.Tensor:
         buckets = causal_buckets(distance, self.buckets, self.max_distance)
-        return self.relative_attention_bias(buckets).permute(2, 0, 1).to(dtype)
+        return self.relative_attention_bias(buckets).permute(2, 0, 1)
 
 
 def causal_buckets(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:
@@ -321,7 +359,7 @@ def attention_scale(config: LlmArchConfig, layer_idx: int = 0) -> float:
     """The factor on q.k: as configured, else 1/sqrt(query/key width)."""
     scale = config.query_key_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     if config.attention_kind == "mla" and config.attention_scale is None:
-        scale *= yarn_mscale(next(iter(config.rope_by_layer_type.values()), None) or {}) ** 2
+        scale *= yarn_mscale(next(iter(config.rope_by_layer_type.values()))) ** 2
     return scale / (layer_idx + 1) if config.attention_scale_by_layer else scale
 
 

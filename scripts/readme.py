@@ -1,4 +1,4 @@
-"""Write the README's generated tables: `python scripts/readme.py` (with --check: only tell whether they are current)."""
+"""Write the README's generated tables: `python scripts/readme.py`; with --check, only tell whether they are current."""
 
 import re
 import sys

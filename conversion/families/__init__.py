@@ -5,7 +5,11 @@ from importlib import import_module
 
 from ..rules import Family
 
-MODULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt_neox", "olmo2")
+MODULES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "helium"),
+    *("phi3", "phi", "stablelm", "starcoder2", "cohere", "cohere2"),
+    *("openai_gpt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon"),
+)
 
 
 @cache

@@ -43,15 +43,15 @@ SIZES: list[Entry] = [
     Field("max_position_embeddings"),
     Field("num_attention_heads"),
     Field("num_key_value_heads"),
-    Field("head_dim"),
     Field("attention_dropout"),
 ]
+HEAD_DIM: list[Entry] = [Field("head_dim")]
 
 
 def _full_rope(native: Any) -> Values:
     parameters = dict(native.rope_parameters)
     if parameters.pop("partial_rotary_factor", None) not in (None, 1.0):
-        raise UnsupportedField("partial_rotary_factor in config.json: transformers' class of this family rotates whole heads.")
+        raise UnsupportedField("partial_rotary_factor: transformers' class of this family rotates whole heads.")
     return {"rope_parameters": parameters}
 
 
@@ -88,15 +88,23 @@ def partial_rope(theta: str, factor: str) -> Callable[[Any], Values]:
 
 _ROPE_NAMES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
 ROPE: list[Entry] = [Derived(_ROPE_NAMES, _full_rope, _rope_to_theirs)]
+PARTIAL_ROPE: list[Entry] = [
+    Derived(
+        _ROPE_NAMES,
+        to_ours=lambda native: {"rope_parameters": native.rope_parameters},
+        to_theirs=partial_rope("rope_theta", "partial_rotary_factor"),
+    )
+]
 
 RMS_NORM: list[Entry] = [Field("rms_norm_eps", "norm_eps")]
 GLU: list[Entry] = [Field("hidden_act")]
 LAYER_NORM_MLP: list[Entry] = [Const("norm_type", "layernorm"), Const("ffn_type", "mlp")]
+ALL_BIASES: list[Entry] = [Const(name, True) for name in ("attention_bias", "attention_output_bias", "ffn_bias")]
 # One flag of theirs for the four projections of attention.
 ATTENTION_BIAS: list[Entry] = [Field("attention_bias", "attention_bias", "attention_output_bias")]
 
 
-def _windows(native: Any) -> Values:
+def windows(native: Any) -> Values:
     sliding = "sliding_attention" in native.layer_types
     return {"layer_types": native.layer_types, "sliding_window": native.sliding_window if sliding else None}
 
@@ -111,7 +119,7 @@ def _first_of_the_sliding_tail(layer_types: list[str]) -> int:
 SLIDING_TAIL: list[Entry] = [
     Derived(
         ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-        _windows,
+        windows,
         lambda config: {
             "use_sliding_window": config.sliding_window is not None,
             "sliding_window": config.sliding_window,
@@ -124,7 +132,7 @@ SLIDING_TAIL: list[Entry] = [
 LAYER_TYPES: list[Entry] = [
     Derived(
         ("sliding_window", "layer_types"),
-        _windows,
+        windows,
         lambda config: {"sliding_window": config.sliding_window, "layer_types": config.layer_types},
     )
 ]
@@ -142,6 +150,32 @@ LLAMA_WEIGHTS: list[Rule] = [*HEAD, *ATTENTION, *MLP, *PRE_NORMS]
 
 # As LLaMA's release and as a bare base model writes names.
 SPELLINGS: tuple[dict[str, str], ...] = ({}, {"model.": ""})
+
+# Names of the GPT-J line, whose fields transformers reads by these names or by today's.
+GPT_SIZES: list[Entry] = [
+    *TOKENS,
+    Field("n_embd", "hidden_size"),
+    Field("n_layer", "num_hidden_layers"),
+    Field("n_head", "num_attention_heads"),
+    Field("n_positions", "max_position_embeddings"),
+    Field("layer_norm_epsilon", "norm_eps"),
+    Field("resid_pdrop", "hidden_dropout"),
+    Field("embd_pdrop", "embedding_dropout"),
+    Field("attn_pdrop", "attention_dropout"),
+]
+# Of their classification heads.
+SUMMARY = (
+    *("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    "summary_first_dropout",
+)
+
+
+def mask_buffers(attention: str) -> list[Drop]:
+    return [
+        Drop(f"{attention}.bias", "causal mask, a constant"),
+        Drop(f"{attention}.masked_bias", "the score of a masked position, a constant"),
+    ]
+
 
 ROTARY_BUFFERS = [
     Drop(f"{LAYER}.self_attn.rotary_emb.{name}", "RoPE table of transformers before 4.32: follows from rope_theta")

@@ -2,12 +2,23 @@
 
 from ..relation import Const, Derived, Entry
 from ..rules import Family
-from .common import ATTENTION_BIAS, CAUSAL_LM, GLU, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
+from .common import (
+    ATTENTION_BIAS,
+    CAUSAL_LM,
+    GLU,
+    HEAD_DIM,
+    LLAMA_WEIGHTS,
+    RMS_NORM,
+    ROPE,
+    ROTARY_BUFFERS,
+    SIZES,
+    SPELLINGS,
+)
 
 # Gemma's norm multiplies in fp32, before the cast; its checkpoints store how far the gain is from one.
 GEMMA: list[Entry] = [
     *SIZES,
-    *ROPE,
+    *HEAD_DIM,
     *RMS_NORM,
     *ATTENTION_BIAS,
     Const("norm_offset", 1.0),
@@ -17,11 +28,11 @@ GEMMA: list[Entry] = [
 
 FAMILY = Family(
     "gemma",
-    config=[*GEMMA, *GLU],
+    config=[*GEMMA, *ROPE, *GLU],
     weights=LLAMA_WEIGHTS,
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "GemmaForCausalLM"},
-    # Releases say "gelu" in hidden_act and meant tanh; a later config says which in this key, which transformers ignores.
+    # Releases say "gelu" in hidden_act and mean tanh, as this later key says, which transformers does not read.
     inert=("hidden_activation",),
 )

@@ -2,25 +2,17 @@
 
 from ..ops import both, chain, qkv_rows, transpose
 from ..relation import Const, Derived, Field
-from ..rules import Drop, Family
-from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS
+from ..rules import Family
+from .common import ALL_BIASES, CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, QKV, SUMMARY, mask_buffers
 
 BLOCK = "transformer.h.{i}"
 
 FAMILY = Family(
     "gpt2",
     config=[
-        *TOKENS,
-        Field("n_embd", "hidden_size"),
-        Field("n_layer", "num_hidden_layers"),
-        Field("n_head", "num_attention_heads"),
+        *GPT_SIZES,
         Field("n_inner", "intermediate_size"),
-        Field("n_positions", "max_position_embeddings"),
         Field("activation_function", "hidden_act"),
-        Field("layer_norm_epsilon", "norm_eps"),
-        Field("resid_pdrop", "hidden_dropout"),
-        Field("embd_pdrop", "embedding_dropout"),
-        Field("attn_pdrop", "attention_dropout"),
         Field("scale_attn_by_inverse_layer_idx", "attention_scale_by_layer"),
         Derived(
             ("scale_attn_weights",),
@@ -28,7 +20,7 @@ FAMILY = Family(
             to_theirs=lambda config: {"scale_attn_weights": config.attention_scale is None},
         ),
         *LAYER_NORM_MLP,
-        *[Const(name, True) for name in ("attention_bias", "attention_output_bias", "ffn_bias")],
+        *ALL_BIASES,
         Const("position_encoding", "learned"),
     ],
     weights=[
@@ -43,16 +35,10 @@ FAMILY = Family(
         *both("transformer.ln_f", "model.norm"),
         *both("lm_head", "lm_head"),
     ],
-    drops=[
-        Drop(f"{BLOCK}.attn.bias", "causal mask, a constant"),
-        Drop(f"{BLOCK}.attn.masked_bias", "the score of a masked position, a constant"),
-    ],
+    drops=mask_buffers(f"{BLOCK}.attn"),
     # OpenAI's release on the Hub is the bare base model.
     spellings=({}, {"transformer.": ""}),
     architectures={CAUSAL_LM: "GPT2LMHeadModel"},
-    inert=(
-        *("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-        # The same formula with another rounding in half precision.
-        *("summary_first_dropout", "reorder_and_upcast_attn"),
-    ),
+    # The second: the same formula with another rounding in half precision.
+    inert=(*SUMMARY, "reorder_and_upcast_attn"),
 )

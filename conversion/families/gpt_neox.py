@@ -3,7 +3,7 @@
 from ..ops import both, qkv_heads
 from ..relation import Const, Derived, Field
 from ..rules import Drop, Family
-from .common import ATTENTION_BIAS, CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS, partial_rope
+from .common import ATTENTION_BIAS, CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS, mask_buffers, partial_rope
 
 BLOCK = "gpt_neox.layers.{i}"
 
@@ -52,8 +52,7 @@ FAMILY = Family(
         *both("embed_out", "lm_head"),
     ],
     drops=[
-        Drop(f"{BLOCK}.attention.bias", "causal mask, a constant"),
-        Drop(f"{BLOCK}.attention.masked_bias", "the score of a masked position, a constant"),
+        *mask_buffers(f"{BLOCK}.attention"),
         Drop(f"{BLOCK}.attention.rotary_emb.inv_freq", "RoPE table of older releases: follows from rotary_emb_base"),
     ],
     # A model class saved by hand calls the head as every other family does.

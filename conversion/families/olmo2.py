@@ -9,6 +9,7 @@ from .common import (
     CAUSAL_LM,
     GLU,
     HEAD,
+    HEAD_DIM,
     LAYER,
     MLP,
     QK_NORM,
@@ -22,6 +23,7 @@ FAMILY = Family(
     "olmo2",
     config=[
         *SIZES,
+        *HEAD_DIM,
         *ROPE,
         *RMS_NORM,
         *GLU,

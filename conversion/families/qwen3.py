@@ -6,6 +6,7 @@ from .common import (
     ATTENTION_BIAS,
     CAUSAL_LM,
     GLU,
+    HEAD_DIM,
     LLAMA_WEIGHTS,
     QK_NORM,
     RMS_NORM,
@@ -17,7 +18,7 @@ from .common import (
 
 FAMILY = Family(
     "qwen3",
-    config=[*SIZES, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, *ATTENTION_BIAS, Const("qk_norm", "head")],
+    config=[*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, *ATTENTION_BIAS, Const("qk_norm", "head")],
     weights=[*LLAMA_WEIGHTS, *QK_NORM],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Qwen3ForCausalLM"},

@@ -1,0 +1,367 @@
+"""Convert, export, load: a plan that is proven first, then a stream of tensors from one folder into another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_llmarch.compat import code_files
+from hf_llmarch.configuration_llmarch import LlmArchConfig
+from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
+
+from .checkpoint import (
+    CONFIG,
+    GENERATION_CONFIG,
+    Checkpoint,
+    TensorInfo,
+    open_checkpoint,
+    staged,
+    write_json,
+    write_tensors,
+)
+from .errors import CheckpointError, ConversionError, some
+from .rules import Plan, Side, export_plan
+from .rules import plan as make_plan
+
+if TYPE_CHECKING:
+    from .rules import Family
+    from .verify import Certificate
+
+Source = str | os.PathLike[str]
+# True: a bar on stderr. False: silence. A function: called with bytes done and bytes in all.
+Progress = bool | Callable[[int, int], None]
+# Room for config.json, code and the index beside what is counted byte by byte.
+SMALL_FILES = 2**20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion or an export did.
+
+    Attributes:
+        source, destination: where from and where to.
+        family: the foreign side's `model_type`.
+        tensors, bytes: written.
+        seconds: from the call to the finished folder, reading headers and planning included, verification not.
+        megabytes_per_second: bytes written / 1e6 / seconds.
+        peak_rss_bytes: the process's largest resident memory so far, pages of mapped source files included; None where
+            the system does not tell.
+        byte_exact: no number was changed; False after a cast to another dtype.
+        dropped: tensors of the source that were left out, and why that is safe.
+        files: names of all files in the destination.
+        certificate: of the verification, if one was asked for.
+    """
+
+    source: str
+    destination: str
+    family: str
+    tensors: int
+    bytes: int
+    seconds: float
+    megabytes_per_second: float
+    peak_rss_bytes: int | None
+    byte_exact: bool
+    dropped: dict[str, str]
+    files: tuple[str, ...]
+    certificate: Certificate | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in JSON's own types."""
+        return {**asdict(self), "certificate": self.certificate and self.certificate.to_dict()}
+
+
+def convert(
+    source: Source,
+    destination: Source,
+    *,
+    family: Family | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    resume: bool = True,
+    verify: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    progress: Progress = True,
+) -> Report:
+    """Convert a public checkpoint into a folder that `AutoModelForCausalLM.from_pretrained` opens as `llmarch`.
+
+    The folder also holds the source's tokenizer, generation config, chat template, licence and the like, and the code
+    with which it loads under `trust_remote_code=True` where this package is not installed.
+
+    Args:
+        source: a local folder, a `.gguf` file, or a Hub id.
+        destination: a folder that is empty or not there yet. It appears when it is complete, never half-written.
+        family: how to read the source; by default its `model_type` says.
+        dtype: cast floating-point tensors to it. The result is then no longer byte-exact, and the report says so.
+        max_shard_size: largest weight file, in bytes or like `5GB`.
+        revision: branch, tag or commit on the Hub, for the config, the weights and every other file alike.
+        resume: reserved. Today it has no effect: an interrupted conversion leaves nothing that is taken up again, and
+            the next call starts from the beginning.
+        verify: compare the result with transformers' own class afterwards, see `verify`. The destination stays in
+            place whatever the outcome; look at `report.certificate.ok`.
+        overwrite: replace a destination that holds a model. The old one is removed when the new one is complete.
+        allow_pickle: read `pytorch_model*.bin` where there is no safetensors.
+        progress: a bar on stderr, nothing, or a function of (bytes done, bytes in all).
+
+    Raises:
+        ConversionError: one of its subclasses, saying what was wrong, where, and what to do; nothing is written then.
+    """
+    started = time.perf_counter()
+    checkpoint = open_foreign(source, revision, allow_pickle)
+    plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
+    config = plan.config
+    config.architectures = [LlmArchForCausalLM.__name__]
+    config.dtype = resolve_dtype(dtype) or config.dtype or usual_dtype(checkpoint)
+
+    def write_config(folder: Path) -> None:
+        for file in code_files():
+            shutil.copyfile(file, folder / file.name)
+        config.save_pretrained(folder)
+
+    report = carry(
+        checkpoint, Path(destination), plan, "ours", write_config, started, dtype, max_shard_size, overwrite, progress
+    )
+    if not verify:
+        return report
+    from .verify import verify as certify
+
+    certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=bool(progress))
+    return replace(report, certificate=certificate)
+
+
+def export(
+    source: Source,
+    destination: Source,
+    *,
+    family: Family | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = True,
+) -> Report:
+    """Give an `llmarch` folder back as a checkpoint of a family, for every tool that reads that family.
+
+    A converted model that was not changed comes back with the tensors byte for byte and the config.json word for word.
+
+    Args:
+        source: a local folder or Hub id of a saved `LlmArchForCausalLM`.
+        family: what to write; by default the family that the model was converted from.
+        destination, dtype, max_shard_size, revision, overwrite, progress: as for `convert`.
+
+    Raises:
+        NotExpressible: the family cannot say what the model's config says; the message names the fields.
+        ConversionError: another subclass, as for `convert`.
+    """
+    started = time.perf_counter()
+    checkpoint = open_checkpoint(source, revision=revision)
+    plan = plan_of_ours(checkpoint, family)
+    foreign = {**plan.foreign_config}
+    if dtype is not None:
+        names = [name for name in ("dtype", "torch_dtype") if name in foreign] or ["dtype"]
+        foreign.update(dict.fromkeys(names, str(resolve_dtype(dtype)).removeprefix("torch.")))
+
+    def write_config(folder: Path) -> None:
+        write_json(folder / CONFIG, foreign)
+
+    return carry(
+        checkpoint, Path(destination), plan, "theirs", write_config, started, dtype, max_shard_size, overwrite, progress
+    )
+
+
+def load(
+    source: Source,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device_map: Any = None,
+    family: Family | str | None = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    **kwargs: Any,
+) -> LlmArchForCausalLM:
+    """A model of ours straight from a foreign checkpoint. Nothing is written.
+
+    Args:
+        source, family, revision, allow_pickle: as for `convert`.
+        dtype: of the model; None: as the source's config.json says, or as its tensors are stored.
+        device_map, kwargs: as for `from_pretrained`.
+
+    Returns:
+        The model in evaluation mode, with the source's generation config.
+    """
+    from transformers import GenerationConfig
+
+    checkpoint = open_foreign(source, revision, allow_pickle)
+    plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
+    config = plan.config
+    config.dtype = config.dtype or usual_dtype(checkpoint)
+    model = LlmArchForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(plan.stream(checkpoint.read)),
+        dtype=resolve_dtype(dtype) or config.dtype,
+        device_map=device_map,
+        **kwargs,
+    )
+    if (checkpoint.path / GENERATION_CONFIG).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    return model
+
+
+def open_foreign(source: Source, revision: str | None, allow_pickle: bool) -> Checkpoint:
+    checkpoint = open_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
+    if checkpoint.config.get("model_type") == LlmArchConfig.model_type:
+        raise ConversionError(f"{source} is an llmarch model already: open it with from_pretrained, or `export` it.")
+    return checkpoint
+
+
+def plan_of_ours(checkpoint: Checkpoint, family: Family | str | None = None) -> Plan:
+    """The export plan of a folder of ours, proven against the tensors that it holds.
+
+    Raises:
+        ConversionError: it is no llmarch folder.
+        CheckpointError: its tensors are not those that its config.json says.
+        NotExpressible: see `export_plan`.
+    """
+    if checkpoint.config.get("model_type") != LlmArchConfig.model_type:
+        raise ConversionError(
+            f"{checkpoint.source} is no llmarch model but {checkpoint.config.get('model_type')!r}: `convert` it first."
+        )
+    plan = export_plan(LlmArchConfig.from_dict(checkpoint.config), family=family)
+    odd = [n for n in {**plan.our_shapes, **checkpoint.shapes} if checkpoint.shapes.get(n) != plan.our_shapes.get(n)]
+    if odd:
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold the tensors that its config.json describes; missing, unknown "
+            f"or of another shape: {some(odd)}."
+        )
+    return plan
+
+
+def carry(
+    checkpoint: Checkpoint,
+    destination: Path,
+    plan: Plan,
+    to: Side,
+    write_config: Callable[[Path], None],
+    started: float,
+    dtype: torch.dtype | str | None,
+    max_shard_size: int | str,
+    overwrite: bool,
+    progress: Progress,
+) -> Report:
+    """Run a plan from a checkpoint into a new folder."""
+    target = resolve_dtype(dtype)
+    layout = written_layout(plan, checkpoint.dtypes, to, target)
+    size = sum(info.nbytes for info in layout.values())
+    room = size + checkpoint.companion_bytes + SMALL_FILES
+    tensors = ((name, tensor.to(layout[name].dtype)) for name, tensor in plan.stream(checkpoint.read, to=to))
+    with staged(destination, size=room, overwrite=overwrite, source=checkpoint.path) as folder:
+        checkpoint.write_companions(folder)
+        with meter(progress, f"{plan.family.name} -> {destination.name}", size) as advance:
+            write_tensors(folder, tensors, layout, max_shard_size, advance)
+        write_config(folder)
+    seconds = time.perf_counter() - started
+    return Report(
+        source=checkpoint.source,
+        destination=str(destination),
+        family=plan.family.name,
+        tensors=len(layout),
+        bytes=size,
+        seconds=seconds,
+        megabytes_per_second=size / 1e6 / seconds,
+        peak_rss_bytes=peak_rss_bytes(),
+        byte_exact=layout == written_layout(plan, checkpoint.dtypes, to, None),
+        dropped=dict(plan.dropped),
+        files=tuple(sorted(str(f.relative_to(destination)) for f in destination.rglob("*") if f.is_file())),
+    )
+
+
+def written_layout(
+    plan: Plan, dtypes: Mapping[str, torch.dtype], to: Side, cast: torch.dtype | None
+) -> dict[str, TensorInfo]:
+    """Shape and dtype of every tensor that a plan will write, in its order.
+
+    Raises:
+        ConversionError: a step would put tensors of different dtypes into one, which changes some of their numbers.
+    """
+    layout: dict[str, TensorInfo] = {}
+    shapes = plan.our_shapes if to == "ours" else plan.their_shapes
+    for step in plan.steps:
+        read, written = (step.theirs, step.ours) if to == "ours" else (step.ours, step.theirs)
+        found = {dtypes[name] for name in read}
+        if len(found) > 1:
+            raise ConversionError(
+                f"{some(read)} have different dtypes ({', '.join(map(str, found))}): cast with dtype=…."
+            )
+        (dtype,) = found
+        if cast is not None and dtype.is_floating_point:
+            dtype = cast
+        layout |= {name: TensorInfo(tuple(shapes[name]), dtype) for name in written}
+    return layout
+
+
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point torch dtype from its name, `bfloat16` or `torch.bfloat16`.
+
+    Raises:
+        ConversionError: there is none of that name.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConversionError(f"dtype={dtype!r} is no floating-point dtype: float32, bfloat16 and float16 are.")
+    return found
+
+
+def usual_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The floating-point dtype of most bytes."""
+    counts: Counter[torch.dtype] = Counter()
+    for info in checkpoint.tensors.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] += info.nbytes
+    return max(counts, key=counts.__getitem__, default=None)
+
+
+def peak_rss_bytes() -> int | None:
+    """Largest resident set of this process since it started, or None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes, but bytes on macOS
+
+
+@contextmanager
+def meter(progress: Progress, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A function to call with the bytes done since the last call."""
+    if callable(progress):
+        done = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(done, total)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(TextColumn("{task.description}"), *columns, console=Console(stderr=True), disable=not progress) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

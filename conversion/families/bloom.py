@@ -1,0 +1,46 @@
+"""BLOOM: ALiBi, a norm after the embedding, queries, keys and values fused head by head. arXiv 2211.05100."""
+
+from ..ops import both, qkv_heads
+from ..relation import Const, Field
+from ..rules import Family
+from .common import ALL_BIASES, CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS
+
+BLOCK = "transformer.h.{i}"
+
+FAMILY = Family(
+    "bloom",
+    config=[
+        *TOKENS,
+        Field("hidden_size"),
+        Field("n_layer", "num_hidden_layers"),
+        Field("n_head", "num_attention_heads"),
+        Field("layer_norm_epsilon", "norm_eps"),
+        Field("hidden_dropout"),
+        Field("attention_dropout"),
+        *LAYER_NORM_MLP,
+        *ALL_BIASES,
+        Const("hidden_act", "gelu_pytorch_tanh"),
+        Const("position_encoding", "alibi"),
+        Const("embedding_norm", True),
+    ],
+    weights=[
+        *both("transformer.word_embeddings", "model.embed_tokens"),
+        *both("transformer.word_embeddings_layernorm", "model.embed_norm"),
+        *both(f"{BLOCK}.input_layernorm", f"{LAYER}.attn_norm.pre"),
+        *both(f"{BLOCK}.self_attention.query_key_value", QKV, qkv_heads),
+        *both(f"{BLOCK}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *both(f"{BLOCK}.post_attention_layernorm", f"{LAYER}.mlp_norm.pre"),
+        *both(f"{BLOCK}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *both(f"{BLOCK}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *both("transformer.ln_f", "model.norm"),
+        *both("lm_head", "lm_head"),
+    ],
+    # BigScience's releases are the bare base model.
+    spellings=({}, {"transformer.": ""}),
+    architectures={CAUSAL_LM: "BloomForCausalLM"},
+    inert=(
+        # Of Megatron's kernels and partition; the numbers are the same up to rounding.
+        *("attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion", "slow_but_exact"),
+        *("skip_bias_add", "skip_bias_add_qkv", "offset_alibi", "seq_length", "unk_token_id", "n_inner"),
+    ),
+)

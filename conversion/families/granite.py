@@ -1,0 +1,33 @@
+"""Granite 3: LLaMA with a factor on embeddings, branches, scores and logits. IBM 2024."""
+
+from ..relation import Derived, Field
+from ..rules import Family
+from .common import ATTENTION_BIAS, CAUSAL_LM, GLU, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, SIZES, SPELLINGS
+
+FAMILY = Family(
+    "granite",
+    config=[
+        *SIZES,
+        *HEAD_DIM,
+        *ROPE,
+        *RMS_NORM,
+        *GLU,
+        *ATTENTION_BIAS,
+        Field("mlp_bias", "ffn_bias"),
+        Field("embedding_multiplier", "embedding_scale"),
+        Field("residual_multiplier", "residual_scale"),
+        Derived(
+            ("attention_multiplier",),
+            to_ours=lambda native: {"attention_scale": native.attention_multiplier},
+            to_theirs=lambda config: {"attention_multiplier": config.attention_scale or config.head_dim**-0.5},
+        ),
+        Derived(
+            ("logits_scaling",),
+            to_ours=lambda native: {"logit_scale": 1 / native.logits_scaling},
+            to_theirs=lambda config: {"logits_scaling": 1 / config.logit_scale},
+        ),
+    ],
+    weights=LLAMA_WEIGHTS,
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "GraniteForCausalLM"},
+)

@@ -1,0 +1,252 @@
+"""A certificate that a converted model is the original: the same numbers out, and the same bytes back.
+
+Both models run in float32 on the same prompts, some of them left-padded, each with the attention backend that it picks
+by itself, as it will for a user; differences are taken in float64. Bytes are compared by exporting in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging
+
+from hf_llmarch.configuration_llmarch import LlmArchConfig
+from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
+
+from .checkpoint import Checkpoint, open_checkpoint
+from .convert import plan_of_ours
+from .errors import ConversionError, some
+from .rules import plan as make_plan
+
+TOLERANCE = 1e-5  # of the spread: float32 has 6e-8, and sums over a few thousand channels lose about two digits
+ROWS, LENGTH, SEED = 4, 48, 0
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `verify` measured.
+
+    Attributes:
+        original, ours, family: what was compared.
+        prompts, prompt_tokens: rows, and positions compared in all of them together (padding is not).
+        max_logit_difference: largest absolute difference of two logits.
+        logit_spread: largest minus smallest logit of the original over the same positions.
+        relative_logit_difference: the first divided by the second.
+        argmax_agreement: share of positions with the same most likely next token.
+        new_tokens: tokens generated greedily for each prompt, with a cache.
+        greedy_equal: whether all of them are the same.
+        first_divergent_layer: index into the hidden states (0: the embedding, n: after block n, the last after the
+            final norm) of the first that differs by more than the tolerance times its spread; None: none does.
+        tensors: tensors of the original, those left out on purpose not counted.
+        tensors_different: names of those that do not come back byte for byte.
+        dropped: how many tensors of the original the conversion leaves out (legacy buffers).
+        sha256: over name, dtype, shape and bytes of the original's tensors in the order of their names.
+        tolerance: bound on relative differences.
+        versions: of the libraries that computed this.
+    """
+
+    original: str
+    ours: str
+    family: str
+    prompts: int
+    prompt_tokens: int
+    max_logit_difference: float
+    logit_spread: float
+    relative_logit_difference: float
+    argmax_agreement: float
+    new_tokens: int
+    greedy_equal: bool
+    first_divergent_layer: int | None
+    tensors: int
+    tensors_different: tuple[str, ...]
+    dropped: int
+    sha256: str
+    tolerance: float
+    versions: dict[str, str]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is not as it should be, in words; empty for a faithful conversion."""
+        checks = {
+            f"logits differ by {self.relative_logit_difference:.2e} of their spread": (
+                self.relative_logit_difference <= self.tolerance
+            ),
+            f"hidden states differ from layer {self.first_divergent_layer} on": self.first_divergent_layer is None,
+            "greedy tokens differ": self.greedy_equal,
+            f"tensors do not come back byte for byte: {some(self.tensors_different)}": not self.tensors_different,
+        }
+        return tuple(problem for problem, fine in checks.items() if not fine)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The certificate in JSON's own types, with `ok` and `problems`."""
+        return {"ok": self.ok, "problems": list(self.problems), **asdict(self)}
+
+
+def verify(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    tokens: Tensor | None = None,
+    new_tokens: int = 32,
+    allow_pickle: bool = False,
+    progress: bool = True,
+) -> Certificate:
+    """Compare a public checkpoint, run by transformers' own class, with the folder it was converted into.
+
+    Both models are held in memory in float32.
+
+    Args:
+        a, b: the original and the converted model in either order: folders, Hub ids, or a GGUF file for the original.
+        tokens: (B, T) prompts; None: four rows drawn with a fixed seed. Rows after the first are left-padded, each
+            longer than the one before, by masking their beginning.
+        new_tokens: greedy tokens to compare, fewer where the model's positions end before.
+        allow_pickle: the original may be a pickle.
+        progress: say on stderr what is being done.
+
+    Raises:
+        ConversionError: not exactly one of the two is an llmarch model, or one cannot be read.
+    """
+    sides = [open_checkpoint(side, allow_pickle=allow_pickle) for side in (a, b)]
+    ours = [side for side in sides if side.config.get("model_type") == LlmArchConfig.model_type]
+    theirs = [side for side in sides if side not in ours]
+    if len(ours) != 1:
+        raise ConversionError(
+            f"One of {a} and {b} must be an llmarch model and the other its original; {len(ours)} are."
+        )
+    with status(progress) as say:
+        return compare(theirs[0], ours[0], tokens, new_tokens, say)
+
+
+def compare(
+    original: Checkpoint, converted: Checkpoint, tokens: Tensor | None, new_tokens: int, say: Callable[[str], None]
+) -> Certificate:
+    family = None if converted.config.get("converted_from") else original.config.get("model_type")
+    export = plan_of_ours(converted, family)
+    dropped = make_plan(original.config, original.shapes, family=export.family).dropped
+    say("loading the original with transformers' own class")
+    native = load_model(AutoModelForCausalLM, original)
+    say("loading the converted model")
+    model = load_model(LlmArchForCausalLM, converted)
+
+    ids, mask = prompts(tokens, export.config, new_tokens)
+    new_tokens = max(0, min(new_tokens, export.config.max_position_embeddings - ids.shape[1]))
+    say(f"comparing logits and hidden states over {int(mask.sum())} tokens")
+    expected, found = (run(m, ids, mask) for m in (native, model))
+    difference, spread = difference_and_spread(expected[-1], found[-1])
+    layers = [difference_and_spread(e, f) for e, f in zip(expected[:-1], found[:-1], strict=True)]
+    # "Not at most", so that a NaN counts as a divergence.
+    divergent = [i for i, (apart, width) in enumerate(layers) if not apart <= TOLERANCE * width]
+    say(f"generating {new_tokens} tokens with each")
+    greedy = [generate(m, ids, mask, new_tokens) for m in (native, model)]
+
+    say("exporting in memory and comparing bytes")
+    # What transformers makes of a GGUF is in its model only; a folder's bytes are on disk.
+    loaded = native.state_dict() if "gguf_file" in original.native_kwargs else {}
+    expected_digests = {
+        name: digest(loaded[name] if name in loaded else original.read(name))
+        for name in sorted(original.names)
+        if name not in dropped
+    }
+    found_digests = {name: digest(tensor) for name, tensor in export.stream(converted.read, to="theirs")}
+    different = [
+        name
+        for name in sorted({*expected_digests, *found_digests})
+        if expected_digests.get(name) != found_digests.get(name)
+    ]
+    whole = hashlib.sha256("".join(f"{name} {value}\n" for name, value in expected_digests.items()).encode())
+    return Certificate(
+        original=original.source,
+        ours=converted.source,
+        family=export.family.name,
+        prompts=ids.shape[0],
+        prompt_tokens=int(mask.sum()),
+        max_logit_difference=difference,
+        logit_spread=spread,
+        relative_logit_difference=difference / spread if spread else float(difference > 0),
+        argmax_agreement=(expected[-1].argmax(-1) == found[-1].argmax(-1)).double().mean().item(),
+        new_tokens=new_tokens,
+        greedy_equal=torch.equal(*greedy),
+        first_divergent_layer=divergent[0] if divergent else None,
+        tensors=len(expected_digests),
+        tensors_different=tuple(different),
+        dropped=len(dropped),
+        sha256=whole.hexdigest(),
+        tolerance=TOLERANCE,
+        versions={"transformers": transformers.__version__, "torch": torch.__version__},
+    )
+
+
+def load_model(auto: Any, checkpoint: Checkpoint) -> Any:
+    try:
+        model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise ConversionError(f"{checkpoint.source} could not be loaded by {auto.__name__}: {error}") from error
+    # Penalties and stop tokens would hide or cut short what is compared.
+    model.generation_config = GenerationConfig()
+    return model.eval()
+
+
+def prompts(tokens: Tensor | None, config: LlmArchConfig, new_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, both (B, T); row r is masked in its first r / (B + 1) part."""
+    if tokens is None:
+        length = max(2, min(LENGTH, config.max_position_embeddings - new_tokens))
+        tokens = torch.randint(config.vocab_size, (ROWS, length), generator=torch.Generator().manual_seed(SEED))
+    rows, length = tokens.shape
+    starts = torch.arange(rows) * length // (rows + 1)
+    return tokens, (torch.arange(length) >= starts[:, None]).long()
+
+
+@torch.no_grad()
+def run(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """Hidden states and, last, logits at the positions that are not padding, each (N, channels) in float64."""
+    # Counted from the first real token, as `generate` does: a learned table must not depend on the padding.
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = model(ids, attention_mask=mask, position_ids=position_ids, output_hidden_states=True, use_cache=False)
+    return [states[mask.bool()].double() for states in (*output.hidden_states, output.logits)]
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
+    if not new_tokens:
+        return ids
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
+    return model.generate(ids, attention_mask=mask, generation_config=greedy)
+
+
+def difference_and_spread(expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Largest absolute difference, and largest minus smallest expected value."""
+    return (expected - found).abs().max().item(), (expected.max() - expected.min()).item()
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    hashed.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hashed.hexdigest()
+
+
+@contextmanager
+def status(progress: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done, on stderr, in place of transformers' own bars."""
+    from rich.console import Console
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with Console(stderr=True, quiet=not progress).status("opening") as line:
+            yield line.update
+    finally:
+        if bars:
+            logging.enable_progress_bar()

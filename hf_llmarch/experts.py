@@ -1,0 +1,447 @@
+"""Mixture of experts: which tokens go to which experts, and the experts themselves.
+
+Shapes: `B` rows of a batch, `T` tokens a row, `N` = B T tokens, `E` experts, `K` experts a token, `C` width, `I` inner
+width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and expert indices `(N, K)`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .compat import EXPERTS, linear
+from .configuration_llmarch import LlmArchConfig
+from .feedforward import FEED_FORWARDS, activation, gate_of
+
+Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(dim=-1),
+    "sigmoid": torch.sigmoid,
+}
+
+# A group's score, of the scores `(N, groups, members)` of its experts.
+GROUP_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "max": lambda scores: scores.amax(dim=-1),
+    "top2": lambda scores: scores.topk(2, dim=-1).values.sum(dim=-1),
+}
+
+
+class Router(nn.Module):
+    """Tokens pick experts: the K best of their scores, arXiv 1701.06538.
+
+    With groups, only the experts of a token's `topk_group` best groups can be picked (DeepSeek-V2, arXiv 2405.04434
+    section 2.2.2). With a selection bias, the pick is by score plus bias and the weight is the score alone (arXiv
+    2408.15664).
+    """
+
+    e_score_correction_bias: torch.Tensor
+
+    def __init__(self, layer: LlmArchConfig):
+        super().__init__()
+        self.experts, self.picks = cast(int, layer.num_experts), layer.num_experts_per_tok
+        self.score, self.group_score = SCORES[layer.router_score], GROUP_SCORES[layer.router_group_score]
+        self.groups, self.kept_groups = layer.n_group, layer.topk_group
+        self.normalise, self.scale = layer.norm_topk_prob, layer.routed_scaling_factor
+        self.jitter, self.in_fp32 = layer.router_jitter_noise, layer.router_in_fp32
+        self.update_rate = layer.router_bias_update_rate
+        self.weight = nn.Parameter(torch.empty(self.experts, layer.hidden_size))
+        self.bias = nn.Parameter(torch.empty(self.experts)) if layer.router_bias else None
+        if layer.router_selection_bias:
+            self.register_buffer("e_score_correction_bias", torch.zeros(self.experts, dtype=torch.float32))
+            # How often each expert was picked since the last optimiser step.
+            self.register_buffer("load", torch.zeros(self.experts, dtype=torch.float32), persistent=False)
+        else:
+            self.e_score_correction_bias = self.load = None  # type: ignore[assignment]
+
+    def init_weights(self, std: float) -> None:
+        init.normal_(self.weight, mean=0.0, std=std)
+        for zero in (self.bias, self.e_score_correction_bias, self.load):
+            if zero is not None:
+                init.zeros_(zero)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`(N, C)` -> `(N, E)`."""
+        if self.jitter and self.training:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+        if self.in_fp32:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def ranking(self, scores: torch.Tensor) -> torch.Tensor:
+        """What experts are picked by, `(N, E)`: the scores, with the bias, and -inf outside the groups kept."""
+        if self.e_score_correction_bias is not None:
+            scores = scores + self.e_score_correction_bias
+        if self.groups is None:
+            return scores
+        by_group = scores.unflatten(-1, (self.groups, -1))  # (N, groups, members)
+        kept = self.group_score(by_group).topk(cast(int, self.kept_groups), dim=-1, sorted=False).indices
+        keep = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, kept, True)
+        return by_group.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores `(N, E)` and the picked experts `(N, K)`, best first."""
+        scores = self.score(logits.float())
+        return scores, self.ranking(scores).topk(self.picks, dim=-1).indices
+
+    def weigh(self, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """The weights `(N, K)` of the picked experts."""
+        weights = scores.gather(-1, indices)
+        if self.normalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.scale
+
+    def forward(self, x: torch.Tensor) -> Routing:
+        logits = self.logits(x)
+        scores, indices = self.choose(logits)
+        if self.load is not None and self.training and torch.is_grad_enabled():
+            self.load += indices.flatten().bincount(minlength=self.experts)
+        return logits, self.weigh(scores, indices), indices
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, picks={self.picks}"
+
+
+class SparseMixerRouter(Router):
+    """SparseMixer, arXiv 2409.12136 (Phi-3.5-MoE): one expert after another, each weighed against those within a
+    relative distance of the best. Its sampling and third-order gradient are for training; here gradients are the
+    softmax's own."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, weights, indices = logits.float(), [], []
+        for _ in range(self.picks):
+            best, index = left.max(dim=-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > 2 * self.jitter
+            weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, index))
+            indices.append(index)
+            left = left.scatter(-1, index, float("-inf"))
+        self_index = torch.cat(indices, dim=-1)
+        scores = torch.zeros_like(left).scatter(-1, self_index, torch.cat(weights, dim=-1))
+        return scores, self_index
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), self.weight.float()) if self.in_fp32 else F.linear(x, self.weight)
+
+
+class ExpertChoiceRouter(Router):
+    """Experts pick tokens, arXiv 2202.09368: `choose` gives scores only; the pick is a row's, in `SparseFeedForward`."""
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.score(logits.float())
+        return scores, scores.argsort(dim=-1, descending=True)[..., : self.picks]
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "top_k": Router,
+    "sparsemixer": SparseMixerRouter,
+    "expert_choice": ExpertChoiceRouter,
+}
+
+
+# -- capacity --------------------------------------------------------------------------------------------------------
+
+
+def slots(real: torch.Tensor, experts: int, picks: int, factor: float) -> torch.Tensor:
+    """Tokens that an expert takes of a row, `(B,)`: ceil(real tokens x K / E x factor).
+
+    Of the row, not of the batch, and of real tokens, not of padding: so that batch-mates never change a result.
+    """
+    return (real.sum(-1) * picks * factor / experts).ceil()
+
+
+def drop_overflow(
+    ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep a pick where its expert has room; first picks go before second ones, then earlier tokens before later.
+
+    Args: `ranking (B, T, E)`, `indices (B, T, K)`, `room (B,)`, `real (B, T)` True for tokens that are not padding.
+
+    Returns: the indices as they are, and which of them are kept, `(B, T, K)`.
+    """
+    batch, length, picks = indices.shape
+    chosen = F.one_hot(indices, ranking.shape[-1]) * real[..., None, None]  # (B, T, K, E)
+    in_turn = chosen.transpose(1, 2).flatten(1, 2).cumsum(1)  # (B, K * T, E): taken so far, this one included
+    place = (in_turn.view(batch, picks, length, -1).transpose(1, 2) * chosen).sum(-1)  # (B, T, K)
+    return indices, (place > 0) & (place <= room[:, None, None])
+
+
+def next_best(
+    ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token whose expert is full goes to the best one that has room. Arguments as `drop_overflow`.
+
+    Returns: the experts each token ended at and which of its K places it filled.
+    """
+    batch, length, picks = indices.shape
+    order = ranking.argsort(dim=-1, descending=True, stable=True)  # (B, T, E)
+    taken = torch.zeros(batch, ranking.shape[-1], device=ranking.device)
+    filled = torch.zeros(batch, length, dtype=torch.long, device=ranking.device)
+    ended, kept = indices.clone(), torch.zeros_like(indices, dtype=torch.bool)
+    reachable = ranking.isfinite()
+    for rank in range(ranking.shape[-1]):
+        expert = order[..., rank]  # (B, T)
+        asks = real & (filled < picks) & reachable.gather(-1, expert[..., None])[..., 0]
+        asked = F.one_hot(expert, ranking.shape[-1]) * asks[..., None]  # (B, T, E)
+        place = taken.gather(1, expert) + (asked.cumsum(1) * asked).sum(-1)
+        gets = asks & (place <= room[:, None])
+        slot = filled.clamp(max=picks - 1)[..., None]
+        ended = torch.where(gets[..., None], ended.scatter(-1, slot, expert[..., None]), ended)
+        kept = torch.where(gets[..., None], kept.scatter(-1, slot, True), kept)
+        filled = filled + gets
+        taken = taken + (asked * gets[..., None]).sum(1)
+    return ended, kept
+
+
+OVERFLOWS = {"drop": drop_overflow, "next_best": next_best}
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+class PackedExperts(nn.Module):
+    """All experts in 3-D weights, `gate_up_proj (E, 2 I, C)` (or `up_proj (E, I, C)`) and `down_proj (E, C, I)`: the
+    layout of the host's experts implementations, which `set_experts_implementation` chooses from."""
+
+    def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
+        super().__init__()
+        # Attributes as the host's implementations read them. The whole model's config: the choice is made there.
+        self.config = config
+        self.num_experts, self.hidden_dim = cast(int, layer.num_experts), layer.hidden_size
+        self.intermediate_dim = layer.moe_intermediate_size or layer.intermediate_size
+        self.has_gate, self.has_bias = layer.ffn_type == "glu", layer.ffn_bias
+        self.is_transposed, self.is_concatenated = False, True
+        self.has_post_expert_norm = self._is_expert_parallel = False
+        self.act_fn, self.gate = activation(layer), gate_of(layer)
+        self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
+        inner = self.intermediate_dim * (2 if self.has_gate else 1)
+        self.register_parameter(self.up_name, nn.Parameter(torch.empty(self.num_experts, inner, self.hidden_dim)))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        if self.has_bias:
+            self.register_parameter(f"{self.up_name}_bias", nn.Parameter(torch.empty(self.num_experts, inner)))
+            self.down_proj_bias = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim))
+
+    def init_weights(self, std: float) -> None:
+        for name, parameter in self.named_parameters(recurse=False):
+            init.zeros_(parameter) if name.endswith("_bias") else init.normal_(parameter, mean=0.0, std=std)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The name that the host's implementations call."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.gate(self.act_fn, gate, up)
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Tokens `(N, C)` with their experts and weights `(N, K)` -> `(N, C)`."""
+        chosen = self.config._experts_implementation
+        if chosen == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.is_grad_enabled():
+            # The host's grouped kernel has no CPU form; its stand-in is slower than segments where no gradient is due.
+            chosen = "eager"
+        implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
+        return implementation(self, hidden_states, top_k_index, top_k_weights)
+
+    def segments(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """One matrix product an expert, over its tokens brought together by sorting."""
+        # Unbound once: indexing a packed weight in the loop costs a full zero gradient for every expert.
+        up, down = getattr(self, self.up_name).unbind(0), self.down_proj.unbind(0)
+        none = [None] * self.num_experts
+        up_bias = getattr(self, f"{self.up_name}_bias").unbind(0) if self.has_bias else none
+        down_bias = self.down_proj_bias.unbind(0) if self.has_bias else none
+
+        def run(expert: int, x: torch.Tensor) -> torch.Tensor:
+            inner = linear(x, up[expert], up_bias[expert])
+            inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+            return linear(inner, down[expert], down_bias[expert])
+
+        return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts}, {self.hidden_dim} -> {self.intermediate_dim}, bias={self.has_bias}"
+
+
+class LinearExperts(nn.ModuleList):
+    """A feed-forward of plain `nn.Linear` an expert, which PEFT and quantisers address one by one."""
+
+    def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
+        width = layer.moe_intermediate_size or layer.intermediate_size
+        feed_forward = FEED_FORWARDS[layer.ffn_type]
+        super().__init__(feed_forward(layer, width) for _ in range(cast(int, layer.num_experts)))
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return by_segments(lambda e, x: self[e](x), len(self), hidden_states, top_k_index, top_k_weights)
+
+
+def by_segments(
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    experts: int,
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Sum over each token's experts of weight x run(expert, token): `(N, C)`, `(N, K)` -> `(N, C)`.
+
+    An index of `experts` is nobody's (expert parallelism sends it for tokens that live elsewhere) and adds nothing.
+    """
+    flat = indices.flatten()
+    order = flat.argsort(stable=True)
+    rows = order // indices.shape[-1]
+    counts = flat.bincount(minlength=experts + 1).tolist()
+    segments = x[rows].split(counts)
+    outputs = [run(e, segment) for e, segment in enumerate(segments[:experts]) if counts[e]]
+    result = torch.zeros_like(x)
+    if not outputs:
+        return result
+    kept = sum(counts[:experts])
+    out = torch.cat(outputs) * weights.flatten()[order[:kept], None]
+    return result.index_add_(0, rows[:kept], out.to(x.dtype))
+
+
+EXPERT_LAYOUTS: dict[str, type[nn.Module]] = {"packed": PackedExperts, "linear": LinearExperts}
+
+
+class SparseFeedForward(nn.Module):
+    """A router, its experts, and what every token passes besides."""
+
+    def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
+        super().__init__()
+        self.gate = ROUTERS[layer.router_type](layer)
+        self.experts = EXPERT_LAYOUTS[layer.experts_layout](config, layer)
+        self.capacity_factor, self.overflow = layer.capacity_factor, OVERFLOWS[layer.overflow]
+        self.route = {"expert_choice": self.experts_pick}.get(layer.router_type, self.tokens_pick)
+        width = layer.shared_width
+        self.shared_experts = FEED_FORWARDS[layer.ffn_type](layer, width) if width else None
+        self.shared_expert_gate = nn.Linear(layer.hidden_size, 1, bias=False) if layer.shared_expert_gate else None
+
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` is True where a token is not padding."""
+        out = self.route(x, real_tokens)
+        if self.shared_experts is None:
+            return out
+        shared = self.shared_experts(x)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+        return out + shared
+
+    def tokens_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        logits, weights, indices = self.gate(tokens)
+        if self.capacity_factor is not None:
+            weights, indices = self.within_capacity(x, logits, indices, real)
+        return self.experts(tokens, indices, weights.to(x.dtype)).view_as(x)
+
+    def within_capacity(
+        self, x: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights `(N, K)`, 0 for what found no room, and the experts."""
+        batch, length, _ = x.shape
+        real = torch.ones(batch, length, dtype=torch.bool, device=x.device) if real is None else real
+        room = slots(real, self.gate.experts, self.gate.picks, cast(float, self.capacity_factor))
+        scores = self.gate.score(logits.float())
+        ranking = self.gate.ranking(scores).view(batch, length, -1)
+        ended, kept = self.overflow(ranking, indices.view(batch, length, -1), room, real)
+        indices = ended.flatten(0, 1)
+        return self.gate.weigh(scores, indices) * kept.flatten(0, 1), indices
+
+    def experts_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """Each expert takes the tokens of a row that score it highest, as many as an even load (times the factor)."""
+        batch, length, width = x.shape
+        real = torch.ones(batch, length, dtype=torch.bool, device=x.device) if real is None else real
+        logits, _, _ = self.gate(x.flatten(0, 1))
+        scores = self.gate.score(logits.float()).view(batch, length, -1).masked_fill(~real[..., None], -1.0)
+        room = slots(real, self.gate.experts, self.gate.picks, self.capacity_factor or 1.0)  # (B,)
+        weights, tokens = scores.transpose(1, 2).sort(dim=-1, descending=True, stable=True)  # (B, E, T)
+        taken = (torch.arange(length, device=x.device) < room[:, None, None]) & (weights >= 0)
+        row, expert, _ = taken.nonzero(as_tuple=True)
+        token = row * length + tokens[taken]
+        flat = x.flatten(0, 1)
+        out = self.experts(flat[token], expert[:, None], weights[taken][:, None].to(x.dtype) * self.gate.scale)
+        return torch.zeros_like(flat).index_add_(0, token, out).view_as(x)
+
+
+# -- balance ---------------------------------------------------------------------------------------------------------
+
+
+def balance_loss(
+    routers: list[Router], logits: tuple[torch.Tensor, ...], real: torch.Tensor, scope: str
+) -> torch.Tensor:
+    """The load-balancing loss `(B,)` of each row: E x sum over experts of f P, arXiv 2101.03961 equations 4 to 6, where
+    f is the share of picks an expert got (K in all) and P its mean probability.
+
+    Args:
+        logits: `(N, E)` of each sparse layer.
+        real: `(B, T)`, True where a token counts.
+        scope: "sequence": f and P of each row by itself, so that the loss does not depend on how a batch is split;
+            "batch": of the whole batch, as Switch does; "model": of the batch and all layers together, as Mixtral does.
+    """
+    batch = real.shape[0]
+    picks, probabilities = [], []
+    for router, layer in zip(routers, logits, strict=True):
+        scores, indices = router.choose(layer)
+        weight = real.to(layer.device)[..., None].float()
+        share = scores / scores.sum(dim=-1, keepdim=True)  # sigmoid scores do not sum to one
+        picked = F.one_hot(indices, router.experts).sum(dim=-2).float()
+        picks.append((picked.view(batch, -1, router.experts) * weight).sum(1))  # (B, E)
+        probabilities.append((share.view(batch, -1, router.experts) * weight).sum(1))
+    f, p = torch.stack(picks), torch.stack(probabilities)  # (L, B, E)
+    count = real.sum(-1).to(f.device).float().clamp(min=1)[:, None]  # (B, 1)
+    experts = routers[0].experts
+    if scope == "sequence":
+        return experts * ((f / count) * (p / count)).sum(-1).mean(0)
+    total = real.sum().to(f.device).float().clamp(min=1)
+    if scope == "batch":
+        return (experts * ((f.sum(1) / total) * (p.sum(1) / total)).sum(-1).mean()).expand(batch)
+    layers = total * len(logits)
+    return (experts * ((f.sum((0, 1)) / layers) * (p.sum((0, 1)) / layers)).sum()).expand(batch)
+
+
+def z_loss(logits: tuple[torch.Tensor, ...], real: torch.Tensor) -> torch.Tensor:
+    """Mean squared log-sum-exp of the router's logits, `(B,)` a row, mean over layers; arXiv 2202.08906 equation 5."""
+    weight = real.float()
+    rows = [layer.float().logsumexp(-1).square().view_as(weight) * weight.to(layer.device) for layer in logits]
+    return torch.stack([row.sum(-1) / weight.sum(-1).clamp(min=1) for row in rows]).mean(0)
+
+
+@torch.no_grad()
+def update_selection_bias(router: Router) -> None:
+    """One step of balancing without a loss, arXiv 2408.15664 algorithm 1: raise the bias of experts below the mean
+    load, lower it above; over all processes."""
+    load = router.load
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(load)
+    router.e_score_correction_bias += router.update_rate * torch.sign(load.mean() - load)
+    load.zero_()
+
+
+def update_after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Optimiser hook: update the bias of each router whose weight the optimiser owns, once a step.
+
+    A hook on every optimiser, so that it works alike under Trainer, accelerate and a plain loop.
+    """
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for router in list(BALANCED):
+        if id(router.weight) in owned and bool(router.load.any()):
+            update_selection_bias(router)
+
+
+BALANCED: "Any" = None  # a WeakSet of routers with an update rate, made with the first of them
+
+
+def balance_without_loss(router: Router) -> None:
+    """Have the router's selection bias updated after each optimiser step."""
+    global BALANCED
+    if BALANCED is None:
+        import weakref
+
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        BALANCED = weakref.WeakSet()
+        register_optimizer_step_post_hook(update_after_optimizer_step)
+    BALANCED.add(router)
+
+
+def expert_capacity_factor(capacity: int, length: int, experts: int, picks: int) -> float:
+    """The factor that gives rows of `length` tokens an absolute capacity (Switch checkpoints state one)."""
+    return capacity * experts / (math.ceil(length) * picks)

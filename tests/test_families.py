@@ -1,0 +1,310 @@
+"""Each family against transformers' own class: plan, numbers, generated tokens, and the bytes on the way back."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_configs import CASES, TEXT_LENGTH, TOLERANCES, redraw
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
+from hf_llmarch.conversion.families import families
+from hf_llmarch.conversion.rules import Plan, export_plan, plan
+
+REAL = Path(__file__).parents[2] / "shared" / "real"
+
+pytestmark = pytest.mark.core
+
+
+@dataclass
+class Converted:
+    """A native model as it is on disk, and what became of it."""
+
+    native: PreTrainedModel
+    config: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    plan: Plan
+    ours: LlmArchForCausalLM
+
+
+def model_type(case: str) -> str:
+    return max((name for name in families() if case == name or case.startswith(f"{name}-")), key=len)
+
+
+def native_model(config: dict[str, Any]) -> PreTrainedModel:
+    """transformers' own class, with attention written out, and put right where it departs from the family's papers."""
+    family = config["model_type"]
+    # Falcon's eager attention adds ALiBi to the scores a second time: it is in the mask already.
+    backend = "sdpa" if family == "falcon" else "eager"
+    native = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=backend).eval()
+    if family == "mpt":
+        # Its class reads alibi_bias_max and never passes it on.
+        native.transformer.build_mpt_alibi_tensor = partial(
+            build_mpt_alibi_tensor, alibi_bias_max=native.config.attn_config.alibi_bias_max
+        )
+    return native
+
+
+def build(case: str, folder: Path) -> Converted:
+    native = native_model({"model_type": model_type(case), **CASES[case]})
+    redraw(native).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    # What its authors wrote, not what this version of transformers would.
+    config = {"model_type": model_type(case), "torch_dtype": "float32", **CASES[case]}
+    proven = plan(config, {name: tuple(t.shape) for name, t in tensors.items()})
+    ours = LlmArchForCausalLM(proven.config).eval()
+    outcome = ours.load_state_dict(dict(proven.stream(tensors.__getitem__)), strict=False)
+    assert not outcome.unexpected_keys
+    assert outcome.missing_keys == (["lm_head.weight"] if proven.config.tie_word_embeddings else [])
+    ours.tie_weights()
+    return Converted(native, config, tensors, proven, ours)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Converted]:
+    yield build(request.param, tmp_path_factory.mktemp("native"))
+
+
+def text(batch: int = 2) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, TEXT_LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = text(), torch.ones(2, TEXT_LENGTH, dtype=torch.long)
+    ids[1, :7], mask[1, :7] = 0, 0
+    return ids, mask
+
+
+def assert_equal_logits(ours: torch.Tensor, native: torch.Tensor) -> None:
+    spread = (native.max() - native.min()).item()
+    assert spread > 0.1
+    assert (ours - native).abs().max().item() <= TOLERANCES["fp32"] * spread
+
+
+def test_every_family_has_a_case() -> None:
+    assert {model_type(case) for case in CASES} == set(families())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_logits(converted: Converted, backend: str) -> None:
+    if backend == "sdpa" and converted.ours.config.attn_logit_softcapping is not None:
+        with pytest.raises(ValueError, match="attn_logit_softcapping"):
+            converted.ours.set_attn_implementation(backend)
+        return
+    converted.ours.set_attn_implementation(backend)
+    assert_equal_logits(converted.ours(text()).logits, converted.native(text()).logits)
+
+
+@torch.no_grad()
+def test_logits_with_left_padding(converted: Converted) -> None:
+    ids, mask = left_padded()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    ours, native = (
+        model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+        for model in (converted.ours, converted.native)
+    )
+    assert_equal_logits(ours, native)
+
+
+def test_greedy_tokens_with_cache(converted: Converted) -> None:
+    ids, mask = left_padded()
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours, native = (
+        model.generate(ids, attention_mask=mask, **options) for model in (converted.ours, converted.native)
+    )
+    assert ours.shape[1] == TEXT_LENGTH + 9
+    assert ours.tolist() == native.tolist()
+
+
+def test_the_way_back_is_byte_equal(converted: Converted) -> None:
+    state = converted.ours.state_dict()
+    back = export_plan(converted.ours.config)
+    written = dict(back.stream(state.__getitem__, to="theirs"))
+    assert written.keys() == converted.tensors.keys()
+    for name, tensor in converted.tensors.items():
+        assert written[name].dtype == tensor.dtype, name
+        assert torch.equal(written[name], tensor), name
+    assert back.foreign_config == converted.config
+
+
+def test_a_config_written_afresh_is_read_by_the_native_class(converted: Converted) -> None:
+    """Without a record of the origin the family's config is made anew: the native class must compute the same."""
+    config = LlmArchConfig.from_dict({**converted.ours.config.to_dict(), "converted_from": None})
+    foreign = json.loads(json.dumps(export_plan(config, family=converted.plan.family.name).foreign_config))
+    assert foreign["architectures"] == [type(converted.native).__name__]
+    native = native_model(foreign)
+    native.load_state_dict(converted.native.state_dict())
+    with torch.no_grad():
+        assert torch.equal(native(text()).logits, converted.native(text()).logits)
+
+
+def test_a_bare_base_model_is_recognised(tmp_path: Path) -> None:
+    """A base model saved alone has no prefix, as OpenAI's GPT-2 on the Hub; its old mask buffers are dropped."""
+    native = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **CASES["gpt2"]))
+    tensors = {name.removeprefix("transformer."): t for name, t in native.state_dict().items() if name != "lm_head.weight"}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    config = {"model_type": "gpt2", "n_ctx": 64, **CASES["gpt2"]}
+    proven = plan(config, {name: tuple(t.shape) for name, t in tensors.items()})
+    assert proven.dropped == {"h.0.attn.bias": "causal mask, a constant"}
+    ours = dict(proven.stream(tensors.__getitem__))
+    written = dict(export_plan(proven.config).stream(ours.__getitem__, to="theirs"))
+    assert written.keys() == tensors.keys() - proven.dropped.keys()
+    assert all(torch.equal(written[name], tensors[name]) for name in written)
+
+
+def tied_with_a_copy(case: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    native = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type(case), **CASES[case]))
+    tensors = {name: t.clone() for name, t in native.state_dict().items()}
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    return {"model_type": model_type(case), **CASES[case]}, tensors
+
+
+def test_a_tied_head_on_disk_comes_back() -> None:
+    config, tensors = tied_with_a_copy("llama-biases-tied")
+    proven = plan(config, list(tensors))
+    ours = dict(proven.stream(tensors.__getitem__))
+    assert "lm_head.weight" not in ours
+    written = dict(export_plan(proven.config).stream(ours.__getitem__, to="theirs"))
+    assert torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_a_tied_head_that_differs_is_refused() -> None:
+    config, tensors = tied_with_a_copy("llama-biases-tied")
+    tensors["lm_head.weight"][0, 0] += 1
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        list(plan(config, list(tensors)).stream(tensors.__getitem__))
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def llama() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config = {"model_type": "llama", **CASES["llama"]}
+    with torch.device("meta"):
+        native = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CASES["llama"]))
+    return config, {name: tuple(t.shape) for name, t in native.state_dict().items()}
+
+
+def test_unknown_and_missing_tensors_are_named() -> None:
+    config, shapes = llama()
+    del shapes["model.layers.2.mlp.up_proj.weight"]
+    shapes["model.layers.3.mlp.up_proj.weight"] = (44, 60)
+    with pytest.raises(PlanError, match=r"(?s)layers\.3\.mlp.*Missing: model\.layers\.2\.mlp\.up_proj"):
+        plan(config, shapes)
+
+
+def test_a_bias_on_disk_that_the_config_denies_is_refused() -> None:
+    config, shapes = llama()
+    with pytest.raises(PlanError, match=r"q_proj\.bias"):
+        plan(config, [*shapes, "model.layers.0.self_attn.q_proj.bias"])
+
+
+def test_a_wrong_shape_is_named() -> None:
+    config, shapes = llama()
+    shapes["model.layers.1.self_attn.k_proj.weight"] = (48, 60)
+    with pytest.raises(PlanError, match=r"k_proj\.weight is \[48, 60\], expected \[16, 60\]"):
+        plan(config, shapes)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "named"),
+    [
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"a_new_gate": 3}, "a_new_gate"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_source_fields_without_a_counterpart_are_refused(case: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedField, match=named):
+        plan({"model_type": model_type(case), **CASES[case], **changes}, [])
+
+
+def test_an_unknown_family_lists_the_known() -> None:
+    with pytest.raises(UnknownFamily, match=r"(?s)Did you mean 'llama'\?.*qwen3"):
+        plan({"model_type": "lama"}, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "family", "named"),
+    [
+        ({"norm_placement": "sandwich"}, "llama", "norm_placement is 'sandwich', llama would read 'pre'"),
+        ({"position_encoding": "alibi"}, "llama", "position_encoding is 'alibi'"),
+        ({"logit_scale": 0.5}, "mistral", "logit_scale"),
+        ({"attention_bias": True}, "llama", "attention_output_bias is False, llama would read True"),
+        ({"sliding_window": 7}, "llama", "sliding_window is 7"),
+        ({"rope_parameters": {"rope_type": "ntk", "factor": 2.0}}, "llama", "ntk"),
+        ({"qk_norm": "head"}, "qwen2", "attention_bias"),
+        ({"attention_scale": 0.3}, "gemma2", "attention_scale is 0.3"),
+    ],
+)
+def test_what_a_family_cannot_say_is_refused(changes: dict[str, Any], family: str, named: str) -> None:
+    with pytest.raises(NotExpressible, match=named):
+        export_plan(LlmArchConfig(hidden_size=48, num_hidden_layers=2, **changes), family=family)
+
+
+def test_an_edited_model_goes_out_with_only_those_keys_changed() -> None:
+    config, shapes = llama()
+    ours = plan(config, shapes).config
+    ours.vocab_size, ours.norm_eps = 100, 0.25
+    assert export_plan(ours).foreign_config == {**config, "vocab_size": 100, "rms_norm_eps": 0.25}
+
+
+def test_an_edited_rope_is_written_in_both_spellings() -> None:
+    config, shapes = llama()
+    ours = plan(config, shapes).config
+    ours.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}
+    assert export_plan(ours).foreign_config == {
+        **config,
+        "rope_parameters": ours.rope_parameters,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    }
+
+
+def test_another_family_may_say_the_same() -> None:
+    """A LLaMA is a Mistral without a window."""
+    config, shapes = llama()
+    there = export_plan(plan(config, shapes).config, family="mistral")
+    assert there.foreign_config["model_type"] == "mistral"
+    assert there.their_shapes == shapes
+
+
+# -- published checkpoints ---------------------------------------------------------------------------------------------
+
+BYTES = {"float16": 2, "bfloat16": 2}
+# What is dropped, in bytes: legacy buffers of each layer, the fp16 RoPE table (64 channels), the fp16 mask value, and
+# the 2048 x 2048 boolean mask, which old releases counted as an eighth of a byte each.
+DROPPED_BYTES = {
+    "llama-7b-hf": 32 * 64 * 2,
+    "gemma-2b": 0,
+    "devstral-small-2507": 0,
+    "redpajama-incite-7b": 32 * (64 * 2 + 2 + 2048 * 2048 // 8),
+    "falcon-180b-chat": 0,
+    "bloom-176b": 0,
+    "phi3-mini-merge": 0,
+}
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the published name lists (../shared/real) are not on this machine")
+@pytest.mark.parametrize("name", DROPPED_BYTES)
+def test_published_checkpoints_plan_without_a_gap(name: str) -> None:
+    published = json.loads((REAL / f"{name}.json").read_text())
+    proven = plan(published["config"], published["names"])
+    assert proven.their_shapes.keys() | proven.dropped.keys() == set(published["names"])
+    assert not proven.their_shapes.keys() & proven.dropped.keys()
+    assert all(proven.dropped.values())
+    parameters = sum(math.prod(shape) for shape in proven.their_shapes.values())
+    size = parameters * BYTES[published["config"].get("torch_dtype", "bfloat16")] + DROPPED_BYTES[name]
+    assert size == published["total_size"]
+    assert export_plan(proven.config).foreign_config == published["config"]

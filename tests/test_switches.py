@@ -1,0 +1,170 @@
+"""Each value of each switch builds, runs, trains, saves and reloads bit-equal, and changes the output."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EXCEPTIONS, MLA, SWITCHES, TRAINING_ONLY, Variant, differs, redraw, text, tiny_config, tiny_model, variants
+from transformers import AutoModelForCausalLM
+
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.configuration_llmarch import NEEDS, PENDING
+
+pytestmark = pytest.mark.core
+
+VARIANTS = [pytest.param(name, variant, id=label) for label, name, variant in variants()]
+each_variant = pytest.mark.parametrize(("name", "variant"), VARIANTS)
+
+# Fields that nothing reads unless a pending one is set, so they have nothing to show yet.
+PENDING_FIELDS = {
+    *PENDING,
+    *(name for name, (condition, _) in NEEDS.items() if condition in PENDING),
+}
+
+
+def test_every_switch_is_tested() -> None:
+    declared = {f.name for f in LlmArchConfig.switches()}
+    assert set(SWITCHES) | set(EXCEPTIONS) | PENDING_FIELDS == declared
+    assert not set(SWITCHES) & set(EXCEPTIONS)
+    assert not (set(SWITCHES) | set(EXCEPTIONS)) & PENDING_FIELDS
+
+
+def test_every_row_sets_its_own_field() -> None:
+    for name, rows in SWITCHES.items():
+        for row in rows:
+            default = getattr(tiny_config(**row.against), name)
+            assert row.switches[name] != row.against.get(name, default) or type(row.switches[name]) is bool
+
+
+def logits(model: LlmArchForCausalLM) -> torch.Tensor:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return model(text(length=40)).logits
+
+
+@each_variant
+def test_changes_the_output(name: str, variant: Variant) -> None:
+    model, reference = tiny_model(**variant.switches), tiny_model(**variant.against)
+    model.train(name in TRAINING_ONLY)
+    output = logits(model)
+    assert output.isfinite().all()
+    assert differs(output, logits(reference))
+
+
+@pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
+def test_dropout_acts_in_training_alone(name: str) -> None:
+    assert torch.equal(logits(tiny_model(**{name: 0.3})), logits(tiny_model()))
+
+
+@each_variant
+def test_every_parameter_gets_a_gradient(name: str, variant: Variant) -> None:
+    model = tiny_model(**variant.switches).train()
+    ids = text()
+    model(ids, labels=ids).loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.isfinite().all(), parameter_name
+        assert parameter.grad.abs().max() > 0, parameter_name
+
+
+def unsaved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    saved = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def written(config: LlmArchConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+
+
+@each_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_saves_and_reloads_bit_equal(name: str, variant: Variant, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny_model(**variant.switches)
+    buffers = unsaved_buffers(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(tmp_path)
+    # Built on the meta device: a buffer that is not on disk must be computed anew, in fp32 whatever the weights are.
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert type(again) is LlmArchForCausalLM
+    assert written(again.config) == written(model.config)
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    reloaded = unsaved_buffers(again)
+    assert reloaded.keys() == buffers.keys()
+    for key, buffer in buffers.items():
+        assert reloaded[key].dtype == torch.float32, key
+        assert torch.equal(reloaded[key], buffer), key
+    again.eval()
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_rotations_stay_in_fp32_under_a_cast() -> None:
+    """The host casts a whole model, buffers included; angles of bf16 frequencies would be wrong by whole turns."""
+    for switches in ({}, {"position_encoding": "alibi"}, {"position_encoding": "sinusoidal"}):
+        model, loaded = tiny_model(**switches), tiny_model(**switches)
+        for parameter in loaded.parameters():
+            parameter.data = parameter.data.bfloat16()
+        cast = logits(model.bfloat16())
+        assert torch.equal(cast, logits(loaded)), switches
+
+
+def test_learned_table_has_a_row_a_position_and_the_offset() -> None:
+    table = tiny_model(position_encoding="learned", max_position_embeddings=40, position_offset=2).model.embed_positions
+    assert table.weight.shape == (42, 48)
+
+
+def test_tied_head_is_one_tensor(tmp_path: Path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
+    untied = tiny_model()
+    assert untied.lm_head.weight.data_ptr() != untied.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("norm_type", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("qk_norm", ["none", "head", "heads"])
+def test_norm_weight_in_fp32_is_the_order_of_a_cast(norm_type: str, qk_norm: str) -> None:
+    switches = {"norm_type": norm_type, "qk_norm": qk_norm, "norm_offset": 1.0}
+    before, after = tiny_model(norm_weight_in_fp32=True, **switches), tiny_model(**switches)
+    # In fp32 the cast is none.
+    torch.testing.assert_close(logits(before), logits(after), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(logits(before.bfloat16()), logits(after.bfloat16()))
+
+
+def test_initializer_range_is_the_spread_of_fresh_weights() -> None:
+    model = LlmArchForCausalLM(tiny_config(initializer_range=0.3, attention_sinks=True, position_encoding="learned"))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "pre.weight")):
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        elif parameter.numel() > 100:
+            assert parameter.std().item() == pytest.approx(0.3, rel=0.15), name
+        else:
+            assert 0.03 < parameter.std().item() < 0.9, name
+
+
+def test_fresh_norms_gain_one_whatever_the_offset() -> None:
+    switches: dict[str, Any] = {"qk_norm": "heads", "norm_type": "layernorm", "norm_placement": "sandwich"}
+    for offset in (0.0, 1.0):
+        model = LlmArchForCausalLM(tiny_config(norm_offset=offset, **switches))
+        norms = [p for n, p in model.named_parameters() if "norm" in n and n.endswith("weight")]
+        assert len(norms) == 3 * 6 + 1
+        assert all((norm + offset == 1).all() for norm in norms)
+
+
+@pytest.mark.parametrize("switches", [{}, {"embedding_scale": 6.9}, MLA], ids=["plain", "scaled", "mla"])
+def test_padding_row_gets_no_gradient(switches: dict[str, Any]) -> None:
+    ids = text()
+    ids[:, :4] = 2
+    for pad, is_zero in ((2, True), (None, False), (-1, False)):
+        model = redraw(LlmArchForCausalLM(tiny_config(pad_token_id=pad, **switches)))
+        model(ids, labels=ids).loss.backward()
+        assert (model.model.embed_tokens.weight.grad[2].abs().max().item() == 0) == is_zero
+
+
+def test_unknown_activation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="hidden_act='siluu'"):
+        LlmArchForCausalLM(tiny_config(hidden_act="siluu"))
