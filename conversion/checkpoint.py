@@ -15,6 +15,7 @@ import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
@@ -187,10 +188,16 @@ class PickleFile:
         return self._state[name]
 
 
-class WeightFormat(NamedTuple):
+@dataclass(frozen=True)
+class WeightFormat:
+    """Names of the one weight file, or of the index to several, and what opens such a file."""
+
     single: str
     index: str
     opens: Callable[[Path], SafetensorsFile | PickleFile]
+
+    def is_in(self, folder: Path) -> bool:
+        return any((folder / name).is_file() for name in (self.single, self.index))
 
 
 SAFETENSORS = WeightFormat("model.safetensors", "model.safetensors.index.json", SafetensorsFile)
@@ -275,7 +282,7 @@ def open_hub(repository: str, revision: str | None, allow_pickle: bool) -> Check
     """Download one snapshot, pickles only where it holds no safetensors and they are allowed."""
     try:
         snapshot = Path(snapshot_download(repository, revision=revision, ignore_patterns=[*NEVER_DOWNLOADED, *PICKLES]))
-        if allow_pickle and not any((snapshot / name).is_file() for name in SAFETENSORS[:2]):
+        if allow_pickle and not SAFETENSORS.is_in(snapshot):
             # The commit, so that a branch that moves meanwhile does not mix two states of the repository.
             commit = snapshot.name if re.fullmatch("[0-9a-f]{40}", snapshot.name) else revision
             snapshot = Path(snapshot_download(repository, revision=commit, ignore_patterns=list(NEVER_DOWNLOADED)))
@@ -293,7 +300,7 @@ def weight_format(path: Path, allow_pickle: bool) -> WeightFormat:
     Raises:
         CheckpointError: there are none, or only pickles and they are not allowed.
     """
-    found = [layout for layout in (SAFETENSORS, PICKLE) if any((path / name).is_file() for name in layout[:2])]
+    found = [layout for layout in (SAFETENSORS, PICKLE) if layout.is_in(path)]
     if not found:
         raise CheckpointError(
             f"{path} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index}"

@@ -107,8 +107,10 @@ def native_config(family: Family, foreign: Mapping[str, Any]) -> PreTrainedConfi
     from transformers import AutoConfig
 
     # A deep copy: native classes complete nested dicts in place.
-    values = {family.aliases.get(name, name): value for name, value in copy.deepcopy(dict(foreign)).items()}
-    values.pop("model_type", None)
+    values = copy.deepcopy({name: value for name, value in foreign.items() if name != "model_type"})
+    for old, name in family.aliases.items():
+        if old in values:
+            values.setdefault(name, values.pop(old))
     try:
         return AutoConfig.for_model(family.name, **values)
     except Exception as error:

@@ -42,9 +42,9 @@ class Op:
 class Rule:
     """`theirs` become `ours` through `op`.
 
-    Names are templates: `{i}` counts layers, `{e}` experts, `{h}` query heads, `{k}` key/value heads. A variable on both
-    sides makes one step for each of its values; a variable on one side only gathers its values into one step (experts
-    that are packed into one tensor).
+    Names are templates: `{i}` counts layers, `{e}` experts, `{h}` query heads, `{k}` key/value heads. A variable on
+    both sides makes one step for each of its values; a variable on one side only gathers its values into one step
+    (experts that are packed into one tensor).
     `when` tells apart rules that make the same tensor of ours in different variants of a family.
     """
 

@@ -233,7 +233,7 @@ def difference_and_spread(expected: Tensor, found: Tensor) -> tuple[float, float
 def digest(tensor: Tensor) -> str:
     """SHA-256 of dtype, shape and bytes."""
     hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    hashed.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    hashed.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 

@@ -9,6 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import Attention
 from .configuration_llmarch import AttentionType, LlmArchConfig
 from .embeddings import Scale, chain, dropout
+from .experts import SparseFeedForward
 from .feedforward import FEED_FORWARDS
 from .latent_attention import LatentAttention
 from .norms import NORM_SLOTS, NormSlots
@@ -21,6 +22,13 @@ ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
 }
 
 
+def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
+    layer = config.layer(layer_idx)
+    if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
+        return SparseFeedForward(config, layer)
+    return FEED_FORWARDS[layer.ffn_type](layer)
+
+
 class Block(GradientCheckpointingLayer):
     """Attention, then feed-forward; each branch f is out(x + post(f(pre(x))))."""
 
@@ -28,7 +36,7 @@ class Block(GradientCheckpointingLayer):
         super().__init__()
         layer = config.layer(layer_idx)
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
-        self.mlp = FEED_FORWARDS[layer.ffn_type](layer)
+        self.mlp = feed_forward(config, layer_idx)
         attn_slots, mlp_slots = self.norm_slots(layer)
         self.attn_norm, self.mlp_norm = NormSlots(layer, attn_slots), NormSlots(layer, mlp_slots)
         self.residual = chain(
@@ -43,19 +51,20 @@ class Block(GradientCheckpointingLayer):
     def attend(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.residual(self.attn_norm.post(self.self_attn(self.attn_norm.pre(x), **kwargs)[0]))
 
-    def feed(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.residual(self.mlp_norm.post(self.mlp(self.mlp_norm.pre(x), **kwargs)))
+    def feed(self, x: torch.Tensor, real_tokens: torch.Tensor | None) -> torch.Tensor:
+        return self.residual(self.mlp_norm.post(self.mlp(self.mlp_norm.pre(x), real_tokens)))
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` tells experts what is padding, the rest is attention's."""
         x = self.attn_norm.out(x + self.attend(x, **kwargs))
-        return self.mlp_norm.out(x + self.feed(x))
+        return self.mlp_norm.out(x + self.feed(x, real_tokens))
 
 
 class ParallelBlock(Block):
     """Both branches read the same input, each through a norm of its own (GPT-NeoX)."""
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return x + self.attend(x, **kwargs) + self.feed(x)
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        return x + self.attend(x, **kwargs) + self.feed(x, real_tokens)
 
 
 class SharedNormParallelBlock(Block):
@@ -65,9 +74,9 @@ class SharedNormParallelBlock(Block):
     def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
         return {"pre"}, set()
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         normed = self.attn_norm.pre(x)
-        return x + self.residual(self.self_attn(normed, **kwargs)[0]) + self.residual(self.mlp(normed))
+        return x + self.residual(self.self_attn(normed, **kwargs)[0]) + self.residual(self.mlp(normed, real_tokens))
 
 
 # Keyed by the config's `parallel_block` and `parallel_norms`.

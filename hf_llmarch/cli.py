@@ -352,7 +352,9 @@ def verify(
 
 def written(report: "Report") -> Answer:
     certificate = report.certificate
-    views = [report_view(report), *([certificate_view(certificate)] if certificate else [])]
+    views: list[RenderableType] = [report_view(report)]
+    if certificate:
+        views.append(certificate_view(certificate))
     return Answer(report.to_dict(), Group(*views), verdict(certificate))
 
 

@@ -6,9 +6,12 @@ This file travels with a pushed model, so a release that the code was not made f
 import inspect
 from pathlib import Path
 
+import torch
+import torch.nn.functional as F
 import transformers
 from packaging.version import Version
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
 
 OLDEST, BEFORE = Version("5.16.1"), Version("6")
@@ -24,6 +27,29 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 
 # Layer type -> the host's mask function, the table that `generate` uses for compiled caches.
 MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+# Experts implementation -> the host's function.
+EXPERTS = ALL_EXPERTS_FUNCTIONS
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`, by oneDNN where that is the faster kernel and nothing of autograd or a compiler is lost.
+
+    On CPU `F.linear` in fp32 goes to the BLAS that torch was built with, which on some processors is half as fast.
+    """
+    if (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and ONEDNN_LINEAR is not None
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    ):
+        return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+# Inductor's own operator, a private name of torch.
+ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
 
 
 def code_files() -> list[Path]:

@@ -28,6 +28,12 @@ FFNType = Literal["mlp", "glu"]
 NormType = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich", "branch"]
 RopeType = Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
+RouterType = Literal["top_k", "sparsemixer", "expert_choice"]
+RouterScore = Literal["softmax", "sigmoid"]
+RouterGroupScore = Literal["max", "top2"]
+RouterLossScope = Literal["sequence", "batch", "model"]
+Overflow = Literal["drop", "next_best"]
+ExpertsLayout = Literal["packed", "linear"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 Number = float | int  # a field annotated `float` alone would refuse the JSON number 1
 
@@ -164,39 +170,71 @@ class FeedForwardSwitches:
     swish_beta: float | int | Literal["learned"] | None = switch(
         None, "Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."
     )
-    ffn_bias: bool = switch(False, "Biases in the feed-forward.")
+    glu_limit: Number | None = switch(
+        None, "Bounds inside a GLU: gate at most this, the other half within +- this (gpt-oss)."
+    )
+    glu_up_offset: Number = switch(0.0, "Added to the ungated half of a GLU (gpt-oss: 1).")
+    ffn_bias: bool = switch(False, "Biases in the feed-forward, experts included.")
     ffn_multiple_of: int = switch(256, "Rounding of the derived `intermediate_size` of `glu`.")
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
-    num_experts: int | None = switch(None, "Experts a sparse layer. None: every feed-forward is dense.")
-    num_experts_per_tok: int = switch(2, "Experts a token is sent to.")
+    num_experts: int | None = switch(None, "Experts of a sparse layer. None: every feed-forward is dense.")
+    num_experts_per_tok: int = switch(2, "Experts a token is sent to (expert choice: on average).")
     moe_intermediate_size: int | None = switch(None, "Inner width of one expert. None: `intermediate_size`.")
-    num_shared_experts: int = switch(
-        0, "Experts that every token passes, merged into one of that many times the width."
+    num_shared_experts: int = switch(0, "Experts that every token passes, as one of that many times the width.")
+    shared_expert_intermediate_size: int | None = switch(
+        None, "Inner width of what every token passes. None: num_shared_experts x moe_intermediate_size."
     )
     shared_expert_gate: bool = switch(False, "A sigmoid gate on the shared expert's output (Qwen2-MoE).")
     mlp_layer_types: list[str] | None = switch(
         None, "`dense` or `sparse` a layer. None: all sparse if there are experts."
     )
-    router_type: Literal["top_k", "expert_choice"] = switch(
-        "top_k", "Tokens pick experts, or experts pick tokens (arXiv 2202.09368; not for causal generation)."
+    router_type: RouterType = switch(
+        "top_k",
+        "`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); "
+        "`expert_choice`: experts pick tokens of a row (arXiv 2202.09368; sees the future, so not for generation).",
     )
-    router_score: Literal["softmax", "sigmoid"] = switch("softmax", "How router logits become scores.")
-    norm_topk_prob: bool = switch(True, "Renormalise the chosen experts' weights to sum to one.")
-    routed_scaling_factor: Number = switch(1.0, "Factor on the routed experts' output.")
-    n_group: int | None = switch(None, "Groups of experts for group-limited routing (DeepSeek).")
-    topk_group: int | None = switch(None, "Groups a token may reach.")
-    router_aux_loss_coef: Number = switch(0.0, "Weight of the load-balancing loss (arXiv 2101.03961).")
-    router_z_loss_coef: Number = switch(0.0, "Weight of the router z-loss (arXiv 2202.08906).")
-    router_jitter_noise: Number = switch(0.0, "Relative noise on the router's input, in training.")
-    capacity_factor: Number | None = switch(None, "Slots an expert has, as a multiple of an even load. None: dropless.")
-    overflow: Literal["drop", "next_best"] = switch("drop", "What happens to a token whose expert is full.")
+    router_score: RouterScore = switch(
+        "softmax",
+        "How router logits become scores. Softmax over the picked logits alone is `softmax` with `norm_topk_prob`.",
+    )
+    router_bias: bool = switch(False, "A bias on the router's logits (gpt-oss).")
+    router_in_fp32: bool = switch(True, "Compute router logits in fp32 whatever the model's dtype.")
+    norm_topk_prob: bool = switch(True, "Renormalise the picked experts' weights to sum to one.")
+    routed_scaling_factor: Number = switch(1.0, "Factor on the routed experts' weights.")
+    n_group: int | None = switch(None, "Groups of experts for group-limited routing (DeepSeek). None: no groups.")
+    topk_group: int | None = switch(None, "Groups that a token's experts may come from.")
+    router_group_score: RouterGroupScore = switch(
+        "max", "A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."
+    )
+    router_selection_bias: bool = switch(
+        False, "A bias an expert that picks are made by but not weighed by, saved with the model (DeepSeek-V3)."
+    )
     router_bias_update_rate: Number = switch(
-        0.0, "Step of the balancing bias without an auxiliary loss (arXiv 2408.15664)."
+        0.0, "Step of that bias after each optimiser step: balance without an auxiliary loss (arXiv 2408.15664)."
     )
-    experts_layout: Literal["packed", "linear"] = switch("packed", "One 3-D weight for all experts, or a Linear each.")
+    router_aux_loss_coef: Number = switch(0.0, "Weight of the load-balancing loss in training (arXiv 2101.03961).")
+    router_aux_loss_scope: RouterLossScope = switch(
+        "sequence",
+        "Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is "
+        "split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).",
+    )
+    router_z_loss_coef: Number = switch(0.0, "Weight of the router z-loss in training (arXiv 2202.08906).")
+    router_jitter_noise: Number = switch(
+        0.0, "Relative noise on the router's input, in training. `sparsemixer`: half its relative distance, always."
+    )
+    capacity_factor: Number | None = switch(
+        None,
+        "An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row. None: all.",
+    )
+    overflow: Overflow = switch(
+        "drop", "A token whose expert is full: only the residual passes, or the best expert that has room."
+    )
+    experts_layout: ExpertsLayout = switch(
+        "packed", "One 3-D weight for all experts, for speed; or plain Linears, for PEFT and quantisers."
+    )
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -301,6 +339,8 @@ class LlmArchConfig(
         if self.layer_types is None:
             # Never None: caches, masks and serving engines read it, and a missing list makes every cache layer slide.
             self.layer_types = [self._only_layer_type()] * self.num_hidden_layers
+        if self.num_experts is not None and self.mlp_layer_types is None:
+            self.mlp_layer_types = ["sparse"] * self.num_hidden_layers
         # Instance attributes: TRL reads `auto_map` without a default, and a class attribute is not saved.
         self.auto_map = dict(AUTO_MAP)
         kwargs.pop("auto_map", None)
@@ -331,6 +371,13 @@ class LlmArchConfig(
     def query_key_head_dim(self) -> int:
         """Width over which q.k is summed."""
         return self.qk_head_dim or self.head_dim
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of the feed-forward that every token passes beside its experts; 0: none."""
+        if self.shared_expert_intermediate_size is not None:
+            return self.shared_expert_intermediate_size
+        return self.num_shared_experts * (self.moe_intermediate_size or self.intermediate_size)
 
     @property
     def rotary_head_dim(self) -> int:
@@ -543,6 +590,71 @@ RULES: tuple[Rule, ...] = (
         "both branches of a parallel block read the normed input: only norm_placement='pre' is defined for it.",
     ),
     Rule(
+        ("num_experts", "num_experts_per_tok"),
+        lambda c: c.num_experts is None or 1 <= c.num_experts_per_tok <= c.num_experts,
+        "a token can go to at least one and at most all of the experts.",
+    ),
+    Rule(
+        ("num_experts", "n_group", "topk_group"),
+        lambda c: (
+            c.topk_group is None
+            if c.n_group is None
+            else c.topk_group is not None
+            and c.topk_group <= c.n_group
+            and cast(int, c.num_experts) % c.n_group == 0
+            and c.topk_group * cast(int, c.num_experts) // c.n_group >= c.num_experts_per_tok
+        ),
+        "groups divide the experts evenly, topk_group of them are kept, and those must hold num_experts_per_tok experts.",
+    ),
+    Rule(
+        ("router_group_score", "num_experts", "n_group"),
+        lambda c: (
+            c.router_group_score == "max" or (c.n_group is not None and cast(int, c.num_experts) >= 2 * c.n_group)
+        ),
+        "the sum of a group's best two needs n_group, and groups of two experts or more.",
+    ),
+    Rule(
+        ("router_bias_update_rate", "router_selection_bias"),
+        lambda c: not c.router_bias_update_rate or c.router_selection_bias,
+        "the rate updates the selection bias: set router_selection_bias=True.",
+    ),
+    Rule(
+        ("router_type", "topology"),
+        lambda c: c.router_type != "expert_choice" or c.topology == "encoder" or not c.use_cache,
+        "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set use_cache=False to "
+        "train one all the same (its loss then leaks the future), or topology='encoder'.",
+    ),
+    Rule(
+        ("router_type", "n_group", "router_selection_bias", "overflow"),
+        lambda c: (
+            c.router_type == "top_k" or (c.n_group is None and not c.router_selection_bias and c.overflow == "drop")
+        ),
+        "groups, a selection bias and next_best belong to router_type='top_k'.",
+    ),
+    Rule(
+        ("router_type", "capacity_factor", "router_score", "router_bias"),
+        lambda c: (
+            c.router_type != "sparsemixer"
+            or (c.capacity_factor is None and c.router_score == "softmax" and not c.router_bias)
+        ),
+        "sparsemixer has a softmax of its own, no capacity and no bias.",
+    ),
+    Rule(
+        ("overflow", "capacity_factor"),
+        lambda c: c.overflow == "drop" or c.capacity_factor is not None,
+        "nothing overflows without a capacity_factor.",
+    ),
+    Rule(
+        ("glu_limit", "glu_up_offset", "ffn_type"),
+        lambda c: c.ffn_type == "glu" or (c.glu_limit is None and c.glu_up_offset == 0.0),
+        "these are parts of a GLU; set ffn_type='glu'.",
+    ),
+    Rule(
+        ("shared_expert_gate", "num_shared_experts"),
+        lambda c: c.num_experts is None or not c.shared_expert_gate or c.shared_width > 0,
+        "the gate needs a shared expert: num_shared_experts or shared_expert_intermediate_size.",
+    ),
+    Rule(
         ("swish_beta", "hidden_act"),
         lambda c: c.swish_beta is None or c.hidden_act in ("silu", "swish"),
         "swish_beta is the beta of silu; set hidden_act='silu'.",
@@ -581,7 +693,6 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
 # Switches whose machinery is not there yet: refused at construction, never silently ignored.
 PENDING: dict[str, Callable[[Any], bool]] = {
     "topology": lambda value: value != "decoder",
-    "num_experts": lambda value: value is not None,
     "type_vocab_size": lambda value: value != 0,
 }
 

@@ -121,7 +121,7 @@ def bundled_model() -> Path:
 
 
 def demo_name(source: str) -> str:
-    """The name of the folder to make: the source's, without the quantisation of a GGUF, with `--` for a Hub id's slash."""
+    """The name of the folder to make: the source's, without a GGUF's quantisation, with `--` for a Hub id's slash."""
     path = Path(source)
     if path.suffix == ".gguf":
         return path.stem.partition(".Q")[0]
@@ -146,7 +146,8 @@ def numbers(model: PreTrainedModel, report: Report) -> dict[str, str]:
     with torch.no_grad():
         cache = DynamicCache(config=config)
         model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-    kv_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    held = (getattr(layer, name) for layer in cache.layers for name in ("keys", "values"))
+    kv_bytes = sum(tensor.nbytes for tensor in held)
     return {
         "parameters": f"{model.num_parameters():,}",
         "layers": f"{config.num_hidden_layers}",

@@ -5,17 +5,20 @@ width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and exper
 """
 
 import math
+import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import initialization as init
 
 from .compat import EXPERTS, linear
 from .configuration_llmarch import LlmArchConfig
-from .feedforward import FEED_FORWARDS, activation, gate_of
+from .feedforward import FEED_FORWARDS, activation, gate
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,7 +42,8 @@ class Router(nn.Module):
     2408.15664).
     """
 
-    e_score_correction_bias: torch.Tensor
+    e_score_correction_bias: torch.Tensor | None
+    load: torch.Tensor | None
 
     def __init__(self, layer: LlmArchConfig):
         super().__init__()
@@ -49,6 +53,8 @@ class Router(nn.Module):
         self.normalise, self.scale = layer.norm_topk_prob, layer.routed_scaling_factor
         self.jitter, self.in_fp32 = layer.router_jitter_noise, layer.router_in_fp32
         self.update_rate = layer.router_bias_update_rate
+        if self.update_rate:
+            watch_optimizers()
         self.weight = nn.Parameter(torch.empty(self.experts, layer.hidden_size))
         self.bias = nn.Parameter(torch.empty(self.experts)) if layer.router_bias else None
         if layer.router_selection_bias:
@@ -56,7 +62,8 @@ class Router(nn.Module):
             # How often each expert was picked since the last optimiser step.
             self.register_buffer("load", torch.zeros(self.experts, dtype=torch.float32), persistent=False)
         else:
-            self.e_score_correction_bias = self.load = None  # type: ignore[assignment]
+            self.register_buffer("e_score_correction_bias", None)
+            self.register_buffer("load", None)
 
     def init_weights(self, std: float) -> None:
         init.normal_(self.weight, mean=0.0, std=std)
@@ -101,6 +108,8 @@ class Router(nn.Module):
         scores, indices = self.choose(logits)
         if self.load is not None and self.training and torch.is_grad_enabled():
             self.load += indices.flatten().bincount(minlength=self.experts)
+            if self.update_rate:
+                BALANCED.add(self)
         return logits, self.weigh(scores, indices), indices
 
     def extra_repr(self) -> str:
@@ -216,7 +225,7 @@ class PackedExperts(nn.Module):
         self.has_gate, self.has_bias = layer.ffn_type == "glu", layer.ffn_bias
         self.is_transposed, self.is_concatenated = False, True
         self.has_post_expert_norm = self._is_expert_parallel = False
-        self.act_fn, self.gate = activation(layer), gate_of(layer)
+        self.act_fn, self.gate = activation(layer), gate(layer)
         self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
         inner = self.intermediate_dim * (2 if self.has_gate else 1)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(self.num_experts, inner, self.hidden_dim)))
@@ -231,10 +240,11 @@ class PackedExperts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The name that the host's implementations call."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.gate(self.act_fn, gate, up)
+        return self.gate(self.act_fn, *gate_up.chunk(2, dim=-1))
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """Tokens `(N, C)` with their experts and weights `(N, K)` -> `(N, C)`."""
         chosen = self.config._experts_implementation
         if chosen == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.is_grad_enabled():
@@ -243,7 +253,9 @@ class PackedExperts(nn.Module):
         implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
         return implementation(self, hidden_states, top_k_index, top_k_weights)
 
-    def segments(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def segments(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         """One matrix product an expert, over its tokens brought together by sorting."""
         # Unbound once: indexing a packed weight in the loop costs a full zero gradient for every expert.
         up, down = getattr(self, self.up_name).unbind(0), self.down_proj.unbind(0)
@@ -270,7 +282,9 @@ class LinearExperts(nn.ModuleList):
         feed_forward = FEED_FORWARDS[layer.ffn_type]
         super().__init__(feed_forward(layer, width) for _ in range(cast(int, layer.num_experts)))
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         return by_segments(lambda e, x: self[e](x), len(self), hidden_states, top_k_index, top_k_weights)
 
 
@@ -330,7 +344,7 @@ class SparseFeedForward(nn.Module):
         logits, weights, indices = self.gate(tokens)
         if self.capacity_factor is not None:
             weights, indices = self.within_capacity(x, logits, indices, real)
-        return self.experts(tokens, indices, weights.to(x.dtype)).view_as(x)
+        return self.experts(tokens, indices, weights).view_as(x)
 
     def within_capacity(
         self, x: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, real: torch.Tensor | None
@@ -347,7 +361,7 @@ class SparseFeedForward(nn.Module):
 
     def experts_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Each expert takes the tokens of a row that score it highest, as many as an even load (times the factor)."""
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         real = torch.ones(batch, length, dtype=torch.bool, device=x.device) if real is None else real
         logits, _, _ = self.gate(x.flatten(0, 1))
         scores = self.gate.score(logits.float()).view(batch, length, -1).masked_fill(~real[..., None], -1.0)
@@ -357,7 +371,7 @@ class SparseFeedForward(nn.Module):
         row, expert, _ = taken.nonzero(as_tuple=True)
         token = row * length + tokens[taken]
         flat = x.flatten(0, 1)
-        out = self.experts(flat[token], expert[:, None], weights[taken][:, None].to(x.dtype) * self.gate.scale)
+        out = self.experts(flat[token], expert[:, None], weights[taken][:, None] * self.gate.scale)
         return torch.zeros_like(flat).index_add_(0, token, out).view_as(x)
 
 
@@ -408,38 +422,30 @@ def z_loss(logits: tuple[torch.Tensor, ...], real: torch.Tensor) -> torch.Tensor
 def update_selection_bias(router: Router) -> None:
     """One step of balancing without a loss, arXiv 2408.15664 algorithm 1: raise the bias of experts below the mean
     load, lower it above; over all processes."""
-    load = router.load
+    bias, load = cast(torch.Tensor, router.e_score_correction_bias), cast(torch.Tensor, router.load)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(load)
-    router.e_score_correction_bias += router.update_rate * torch.sign(load.mean() - load)
+    bias += router.update_rate * torch.sign(load.mean() - load)
     load.zero_()
 
 
+# Routers that train a selection bias, entered by their forward in training.
+BALANCED: "weakref.WeakSet[Router]" = weakref.WeakSet()
+
+
 def update_after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Optimiser hook: update the bias of each router whose weight the optimiser owns, once a step.
-
-    A hook on every optimiser, so that it works alike under Trainer, accelerate and a plain loop.
-    """
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Update the bias of each router whose weight the optimiser owns, once a step."""
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for router in list(BALANCED):
-        if id(router.weight) in owned and bool(router.load.any()):
+        if id(router.weight) in owned:
             update_selection_bias(router)
+            BALANCED.discard(router)
 
 
-BALANCED: "Any" = None  # a WeakSet of routers with an update rate, made with the first of them
-
-
-def balance_without_loss(router: Router) -> None:
-    """Have the router's selection bias updated after each optimiser step."""
-    global BALANCED
-    if BALANCED is None:
-        import weakref
-
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        BALANCED = weakref.WeakSet()
-        register_optimizer_step_post_hook(update_after_optimizer_step)
-    BALANCED.add(router)
+@cache
+def watch_optimizers() -> None:
+    """Hook into every optimiser, so that it works alike under Trainer, accelerate and a plain loop."""
+    register_optimizer_step_post_hook(update_after_optimizer_step)
 
 
 def expert_capacity_factor(capacity: int, length: int, experts: int, picks: int) -> float:

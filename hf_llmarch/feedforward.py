@@ -1,6 +1,8 @@
 """Dense feed-forward: the MLP and the gated (GLU) family."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -38,28 +40,50 @@ def activation(config: LlmArchConfig) -> nn.Module:
     return ACT2FN[config.hidden_act]
 
 
-class MLP(nn.Module):
-    """down(act(up(x)))."""
+def plain_gate(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return act(gate) * up
 
-    def __init__(self, config: LlmArchConfig):
+
+def bounded_gate(
+    act: nn.Module, gate: torch.Tensor, up: torch.Tensor, limit: float | None, offset: float
+) -> torch.Tensor:
+    """gpt-oss: gate at most `limit`, up within +-`limit`, and act(gate) * (up + offset)."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return act(gate) * (up + offset)
+
+
+def gate(config: LlmArchConfig) -> Callable[..., torch.Tensor]:
+    """How a GLU joins its two halves: a function of the activation, the gate and the other half."""
+    if config.glu_limit is None and config.glu_up_offset == 0.0:
+        return plain_gate
+    return partial(bounded_gate, limit=config.glu_limit, offset=config.glu_up_offset)
+
+
+class MLP(nn.Module):
+    """down(act(up(x))). `width` overrides `intermediate_size`."""
+
+    def __init__(self, config: LlmArchConfig, width: int | None = None):
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.ffn_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.ffn_bias)
+        self.width = width or config.intermediate_size
+        self.up_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
+        self.down_proj = nn.Linear(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.up_proj(x)))
 
 
 class GLU(MLP):
     """down(act(gate(x)) * up(x)), arXiv 2002.05202."""
 
-    def __init__(self, config: LlmArchConfig):
-        super().__init__(config)
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.ffn_bias)
+    def __init__(self, config: LlmArchConfig, width: int | None = None):
+        super().__init__(config, width)
+        self.gate_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
+        self.gate = gate(config)
 
-    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        return self.down_proj(self.gate(self.act_fn, self.gate_proj(x), self.up_proj(x)))
 
 
-FEED_FORWARDS: dict[FFNType, type[nn.Module]] = {"mlp": MLP, "glu": GLU}
+FEED_FORWARDS: dict[FFNType, type[MLP]] = {"mlp": MLP, "glu": GLU}

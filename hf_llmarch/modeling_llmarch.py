@@ -6,17 +6,23 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention import ScoredAttention, refuse_backend, unhonoured
 from .block import Block, block
 from .compat import CACHE, MASKS
 from .configuration_llmarch import LlmArchConfig
 from .embeddings import Scale, SoftCap, chain, dropout, token_embedding
+from .experts import Router, balance_loss, z_loss
 from .norms import norm
 from .positions import PADDING, POSITIONS
 
@@ -43,6 +49,13 @@ def layer_masks(
     }
 
 
+def by_share_of_labels(rows: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+    """The mean of a loss `(batch,)` a row, each row weighted by its labels: like the token loss, the sum over a step's
+    micro-batches does not depend on how the step is split."""
+    items = (labels[:, 1:] != -100).sum(-1).to(rows.device)
+    return (rows * items).sum() / (items.sum() if num_items is None else num_items)
+
+
 class LlmArchPreTrainedModel(PreTrainedModel):
     """Loading, saving, initialisation, and which attention implementations a config can use."""
 
@@ -52,7 +65,15 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["Block", "ParallelBlock", "SharedNormParallelBlock"]
     _skip_keys_device_placement = [CACHE]
     _supports_attention_backend = True
-    _can_record_outputs = {"hidden_states": Block, "attentions": ScoredAttention}
+    _can_record_outputs = {
+        "hidden_states": Block,
+        "attentions": ScoredAttention,
+        "router_logits": OutputRecorder(Router, index=0),
+    }
+    # A router's bias moves by small steps that bf16 cannot hold.
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    # The host would look for a decorator's name in this file; ours dispatches in `experts.py`.
+    _can_set_experts_implementation_cached_value = True
 
     def __init__(self, config: LlmArchConfig, *args: Any, **kwargs: Any):
         refuse_backend(config, config._attn_implementation)
@@ -103,6 +124,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
         self.norm = chain(norm(config) if config.final_norm else None)
         self.gradient_checkpointing = False
+        self.output_class = BaseModelOutputWithPast if config.num_experts is None else MoeModelOutputWithPast
         self.post_init()
 
     @merge_with_config_defaults
@@ -117,7 +139,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """
         Args:
             input_ids: `(batch, length)`; or give `inputs_embeds` `(batch, length, hidden_size)`, before scaling.
@@ -149,11 +171,15 @@ class LlmArchModel(LlmArchPreTrainedModel):
             seen = given.get_seq_length() if given is not None else 0
             position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
 
+        real_tokens = None
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
         x = self.embed_dropout(self.embed_norm(self.embed_positions.embed(inputs_embeds, position_ids)))
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             x = layer(
                 x,
+                real_tokens=real_tokens,
                 attention_mask=masks[kind],
                 position_ids=position_ids,
                 use_cache=use_cache,
@@ -162,7 +188,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 **kwargs,
             )
         outputs: dict[str, Any] = {CACHE: past}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **outputs)
+        return self.output_class(last_hidden_state=self.norm(x), **outputs)
 
 
 class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
@@ -179,7 +205,13 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         self.logits = chain(
             Scale(config.logit_scale) if config.logit_scale != 1.0 else None, SoftCap(cap) if cap is not None else None
         )
+        self.balances = bool(config.num_experts and (config.router_aux_loss_coef or config.router_z_loss_coef))
+        self.output_class = CausalLMOutputWithPast if config.num_experts is None else MoeCausalLMOutputWithPast
         self.post_init()
+
+    def routers(self) -> list[Router]:
+        """The routers of the sparse layers, in the order of `router_logits`."""
+        return [module for module in self.modules() if isinstance(module, Router)]
 
     @staticmethod
     def create_masks_for_generate(
@@ -212,17 +244,21 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """
         Args:
             labels: `(batch, length)`, the inputs themselves: they are shifted here. -100 is ignored.
             logits_to_keep: compute logits for the last so many positions, or for these indices; 0: for all.
             num_items_in_batch: (keyword) divide the summed loss by it, so that gradient accumulation is exact.
+            output_router_logits: return each sparse layer's `(batch * length, num_experts)`, and the balance loss.
 
         Returns:
-            `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache.
+            `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache. With experts, `aux_loss` is the
+            unweighted balance loss; in training, the auxiliary losses are in `loss` with the config's weights.
         """
+        balances = self.training and labels is not None and self.balances
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -231,6 +267,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_router_logits=output_router_logits or balances,
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -238,10 +275,21 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE: outputs.get(CACHE)},
-        )
+        results: dict[str, Any] = {
+            "logits": logits,
+            "hidden_states": outputs.hidden_states,
+            "attentions": outputs.attentions,
+            CACHE: outputs.get(CACHE),
+        }
+        router_logits = outputs.get("router_logits")
+        if router_logits:
+            real = torch.ones(logits.shape[0], router_logits[0].shape[0] // logits.shape[0], device=logits.device)
+            if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+                real = attention_mask[:, -real.shape[1] :]
+            balance = balance_loss(self.routers(), router_logits, real.bool(), self.config.router_aux_loss_scope)
+            if labels is not None and balances:
+                rows = self.config.router_aux_loss_coef * balance
+                rows = rows + self.config.router_z_loss_coef * z_loss(router_logits, real.bool())
+                loss = cast(torch.Tensor, loss) + by_share_of_labels(rows, labels, kwargs.get("num_items_in_batch"))
+            results |= {"aux_loss": balance.mean(), "router_logits": router_logits}
+        return self.output_class(loss=loss, **results)

@@ -1,8 +1,7 @@
 """Write the README's generated tables: `python scripts/readme.py`; with --check, only tell whether they are current."""
 
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hf_llmarch.cli import EXIT_MEANING, family_rows, switch_rows
@@ -10,7 +9,7 @@ from hf_llmarch.cli import EXIT_MEANING, family_rows, switch_rows
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -47,10 +46,10 @@ def rewritten(text: str) -> str:
     """
     for name, make in TABLES.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        content = f"{begin}\n{make()}\n{end}"
-        text, count = re.subn(f"{begin}.*?{end}", lambda _, content=content: content, text, flags=re.DOTALL)
-        if count != 1:
-            raise ValueError(f"README.md needs one pair of {begin} and {end}, it has {count}.")
+        if not (text.count(begin) == text.count(end) == 1):
+            raise ValueError(f"README.md needs {begin} and {end} once each.")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
     return text
 
 

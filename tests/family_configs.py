@@ -14,156 +14,185 @@ TOLERANCES = {
     "fp32": 1e-5,  # sums in another order: fused projections, sdpa against eager
 }
 
+VOCABULARY = 97
 TEXT_LENGTH = 23
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 60,
-    "num_hidden_layers": 3,
-    "intermediate_size": 44,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_GQA: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 0.1}
-_GPT2: dict[str, Any] = {
-    **{"vocab_size": 97, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 64, "layer_norm_epsilon": 0.1},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-}
-_LLAMA3_ROPE: dict[str, Any] = {
-    **{"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0},
-    "original_max_position_embeddings": 16,
-}
+Config = dict[str, Any]
 
-_OPT: dict[str, Any] = {
-    **{name: value for name, value in _SIZES.items() if name != "intermediate_size"},
-    "ffn_dim": 44,
-}
-_BLOOM: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 60, "n_layer": 3, "n_head": 6, "layer_norm_epsilon": 0.1},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-}
-_MPT: dict[str, Any] = {
-    **{"vocab_size": 97, "d_model": 60, "n_layers": 3, "n_heads": 6, "max_seq_len": 64, "layer_norm_epsilon": 0.1},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-}
-_FALCON: dict[str, Any] = {
-    **{"vocab_size": 97, "hidden_size": 60, "num_hidden_layers": 3, "num_attention_heads": 6, "layer_norm_epsilon": 0.1},
-    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 64},
-}
+
+def tiny(base: Config, **changes: Any) -> Config:
+    return {**base, **changes}
+
+
+TOKENS: Config = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MHA = tiny(
+    TOKENS,
+    hidden_size=60,
+    num_hidden_layers=3,
+    intermediate_size=44,
+    num_attention_heads=6,
+    max_position_embeddings=64,
+)
+LLAMA = tiny(MHA, num_key_value_heads=2, head_dim=8, rms_norm_eps=0.1)
+LAYER_NORM = tiny(MHA, num_key_value_heads=2, layer_norm_eps=0.1)
+GPT = tiny(TOKENS, n_embd=60, n_layer=3, n_head=6, n_positions=64, layer_norm_epsilon=0.1)
+OPT = tiny(TOKENS, hidden_size=60, num_hidden_layers=3, ffn_dim=44, num_attention_heads=6, max_position_embeddings=64)
+BLOOM = tiny(TOKENS, layer_norm_epsilon=0.1)
+MPT = tiny(TOKENS, d_model=60, n_layers=3, n_heads=6, max_seq_len=64, layer_norm_epsilon=0.1)
+FALCON = tiny(
+    TOKENS,
+    hidden_size=60,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    max_position_embeddings=64,
+    layer_norm_epsilon=0.1,
+)
 
 # A case is named by its family, a dash, and what is special about it.
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {**_GQA, "rope_theta": 777.0},
-    "llama-biases-tied": {**_GQA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "llama-llama3-scaling": {**_GQA, "rope_theta": 500.5, "rope_scaling": _LLAMA3_ROPE},
-    "llama-linear-scaling": {**_GQA, "rope_scaling": {"type": "linear", "factor": 2.5}, "hidden_act": "gelu"},
-    "llama-yarn": {
-        **_GQA,
-        "rope_scaling": {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "beta_fast": 8},
-    },
-    "mistral": {**_GQA, "rope_theta": 1234.5, "sliding_window": 5},
-    "mistral-no-window": {**_GQA, "sliding_window": None, "tie_word_embeddings": True},
-    "qwen2": {**_GQA, "rope_theta": 4321.0, "use_sliding_window": False, "sliding_window": 5},
-    "qwen2-windows-tied": {
-        **{**_GQA, "head_dim": 10},
-        **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": True},
-    },
-    "qwen3": {**_GQA, "rope_theta": 4321.0, "attention_bias": True},
-    "qwen3-windows": {**_GQA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
-    "gemma": {**_GQA, "rope_theta": 321.0},
-    "gemma-legacy-gelu": {**_GQA, "hidden_act": "gelu", "attention_bias": True, "num_key_value_heads": 1},
-    "gemma2": {
-        **_GQA,
-        **{"sliding_window": 5, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 3.0},
-        **{"final_logit_softcapping": 7.0, "rope_theta": 321.0},
-    },
-    "gemma2-plain": {
-        **_GQA,
-        **{"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": None},
-        **{"final_logit_softcapping": None, "layer_types": ["full_attention", "full_attention", "sliding_attention"]},
-    },
-    "gpt2": {**_GPT2},
-    "gpt2-scaled-by-layer": {**_GPT2, "n_inner": 44, "scale_attn_by_inverse_layer_idx": True, "activation_function": "relu"},
-    "gpt2-unscaled": {**_GPT2, "scale_attn_weights": False, "tie_word_embeddings": False},
-    "gpt_neox": {**_SIZES, "hidden_size": 96, "layer_norm_eps": 0.1, "rotary_pct": 0.5, "rotary_emb_base": 555},
-    "gpt_neox-sequential": {
-        **{**_SIZES, "layer_norm_eps": 0.1, "rotary_pct": 1.0, "use_parallel_residual": False},
-        **{"attention_bias": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
-    },
-    "olmo2": {**_GQA, "rope_theta": 321.0},
-    "olmo2-biases": {**_GQA, "attention_bias": True, "tie_word_embeddings": True},
-    "gemma3_text": {
-        **_GQA,
-        **{"sliding_window": 5, "query_pre_attn_scalar": 11, "rope_theta": 5000.0, "rope_local_base_freq": 321.0},
-        **{"sliding_window_pattern": 2, "final_logit_softcapping": 7.0},
-    },
-    "gemma3_text-scaled": {
-        **_GQA,
-        **{"sliding_window": 5, "query_pre_attn_scalar": 8, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": True},
-    },
-    "granite": {
-        **{**_GQA, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2},
-        **{"logits_scaling": 7.0, "mlp_bias": True},
-    },
-    "smollm3": {**_GQA, "num_hidden_layers": 5, "attention_bias": True, "tie_word_embeddings": False},
-    "smollm3-windows": {
-        **_GQA,
-        **{"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
-    },
-    "helium": {**_GQA, "head_dim": 10, "attention_bias": True, "mlp_bias": True},
-    "phi3": {**_GQA, "head_dim": 10, "sliding_window": 5, "rope_theta": 555.0},
-    "phi3-longrope": {
-        **{**_GQA, "head_dim": 10, "partial_rotary_factor": 0.6, "original_max_position_embeddings": 16},
-        "rope_scaling": {"type": "longrope", "short_factor": [1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 5.0]},
-    },
-    "phi": {**_SIZES, "layer_norm_eps": 0.1, "num_key_value_heads": 2, "partial_rotary_factor": 0.4},
-    "phi-qk-norm": {**_SIZES, "layer_norm_eps": 0.1, "qk_layernorm": True, "hidden_act": "relu", "partial_rotary_factor": 0.4},
-    "stablelm": {**_SIZES, "layer_norm_eps": 0.1, "num_key_value_heads": 2, "partial_rotary_factor": 0.4, "use_qkv_bias": True},
-    "stablelm-parallel": {
-        **{**_SIZES, "layer_norm_eps": 0.1, "num_key_value_heads": 3, "partial_rotary_factor": 0.4},
-        **{"use_parallel_residual": True, "tie_word_embeddings": True},
-    },
-    "starcoder2": {**_SIZES, "num_key_value_heads": 2, "norm_epsilon": 0.1, "sliding_window": 5, "rope_theta": 555.0},
-    "starcoder2-no-bias": {**_SIZES, "num_key_value_heads": 2, "use_bias": False, "tie_word_embeddings": False},
-    "cohere": {**_SIZES, "num_key_value_heads": 2, "layer_norm_eps": 0.1, "logit_scale": 0.3},
-    "cohere-qk-norm": {**_SIZES, "num_key_value_heads": 2, "layer_norm_eps": 0.1, "use_qk_norm": True, "logit_scale": 0.3},
-    "cohere2": {
-        **{**_SIZES, "num_key_value_heads": 2, "layer_norm_eps": 0.1, "logit_scale": 0.3},
-        **{"sliding_window": 5, "sliding_window_pattern": 2},
-    },
-    "openai-gpt": {**_GPT2},
-    "openai-gpt-relu": {**_GPT2, "afn": "relu", "tie_word_embeddings": False},
-    "gpt_neo": {
-        **{**_SIZES, "intermediate_size": None, "layer_norm_epsilon": 0.1, "window_size": 5},
-        "attention_types": [[["local", "global"], 1], [["local"], 1]],
-    },
-    "gptj": {**_GPT2, "n_embd": 48, "rotary_dim": 6},
-    "opt": {**_OPT},
-    "opt-post-norm": {**_OPT, "do_layer_norm_before": False, "activation_function": "gelu", "enable_bias": False},
-    "opt-no-final-norm": {**_OPT, "_remove_final_layer_norm": True, "tie_word_embeddings": False},
-    "bloom": {**_BLOOM},
-    "bloom-legacy-names": {
-        **{name: value for name, value in _BLOOM.items() if name not in ("hidden_size", "n_layer", "n_head")},
-        **{"n_embed": 96, "num_hidden_layers": 2, "num_attention_heads": 12},
-    },
-    "mpt": {**_MPT},
-    "mpt-options": {
-        **_MPT,
-        **{"n_heads": 12, "tie_word_embeddings": False},
-        "attn_config": {"alibi_bias_max": 5, "softmax_scale": 0.2, "clip_qkv": 0.9},
-    },
-    "falcon": {**_FALCON, "multi_query": True},
-    "falcon-old-sequential": {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
-    "falcon-new": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
-    "falcon-new-one-norm": {
-        **_FALCON,
-        **{"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 44},
-    },
-    "falcon-alibi": {**_FALCON, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+CASES: dict[str, Config] = {
+    "llama": tiny(LLAMA, rope_theta=777.0),
+    "llama-biases-tied": tiny(LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-llama3-scaling": tiny(
+        LLAMA,
+        rope_theta=500.5,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "llama-linear-scaling": tiny(LLAMA, rope_scaling={"type": "linear", "factor": 2.5}, hidden_act="gelu"),
+    "llama-yarn": tiny(
+        LLAMA,
+        rope_scaling={"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "beta_fast": 8},
+    ),
+    "mistral": tiny(LLAMA, rope_theta=1234.5, sliding_window=5),
+    "mistral-no-window": tiny(LLAMA, sliding_window=None, tie_word_embeddings=True),
+    "qwen2": tiny(LLAMA, rope_theta=4321.0, use_sliding_window=False, sliding_window=5),
+    "qwen2-windows-tied": tiny(
+        LLAMA, head_dim=10, use_sliding_window=True, sliding_window=5, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": tiny(LLAMA, rope_theta=4321.0, attention_bias=True),
+    "qwen3-windows": tiny(LLAMA, use_sliding_window=True, sliding_window=5, max_window_layers=2),
+    "gemma": tiny(LLAMA, rope_theta=321.0),
+    "gemma-legacy-gelu": tiny(LLAMA, hidden_act="gelu", attention_bias=True, num_key_value_heads=1),
+    "gemma2": tiny(
+        LLAMA,
+        sliding_window=5,
+        query_pre_attn_scalar=11,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=7.0,
+        rope_theta=321.0,
+    ),
+    "gemma2-plain": tiny(
+        LLAMA,
+        sliding_window=5,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        layer_types=["full_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3_text": tiny(
+        LLAMA,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=11,
+        rope_theta=5000.0,
+        rope_local_base_freq=321.0,
+        final_logit_softcapping=7.0,
+    ),
+    "gemma3_text-scaled": tiny(
+        LLAMA,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=8,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        attention_bias=True,
+    ),
+    "olmo2": tiny(LLAMA, rope_theta=321.0),
+    "olmo2-biases": tiny(LLAMA, attention_bias=True, tie_word_embeddings=True),
+    "granite": tiny(
+        LLAMA,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=7.0,
+        mlp_bias=True,
+    ),
+    "smollm3": tiny(LLAMA, num_hidden_layers=5, attention_bias=True, tie_word_embeddings=False),
+    "smollm3-windows": tiny(LLAMA, no_rope_layers=[0, 1, 1], use_sliding_window=True, sliding_window=5, mlp_bias=True),
+    "helium": tiny(LLAMA, head_dim=10, attention_bias=True, mlp_bias=True),
+    "phi3": tiny(LLAMA, head_dim=10, sliding_window=5, rope_theta=555.0),
+    "phi3-longrope": tiny(
+        LLAMA,
+        head_dim=10,
+        partial_rotary_factor=0.6,
+        original_max_position_embeddings=16,
+        rope_scaling={"type": "longrope", "short_factor": [1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 5.0]},
+    ),
+    "phi": tiny(LAYER_NORM, partial_rotary_factor=0.4),
+    "phi-qk-norm": tiny(LAYER_NORM, partial_rotary_factor=0.4, qk_layernorm=True, hidden_act="relu"),
+    "stablelm": tiny(LAYER_NORM, partial_rotary_factor=0.4, use_qkv_bias=True),
+    "stablelm-parallel": tiny(
+        LAYER_NORM,
+        partial_rotary_factor=0.4,
+        num_key_value_heads=3,
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        tie_word_embeddings=True,
+    ),
+    "starcoder2": tiny(MHA, num_key_value_heads=2, norm_epsilon=0.1, sliding_window=5, rope_theta=555.0),
+    "starcoder2-no-bias": tiny(MHA, num_key_value_heads=2, use_bias=False, tie_word_embeddings=False),
+    "cohere": tiny(LAYER_NORM, logit_scale=0.3, attention_bias=True),
+    "cohere-qk-norm": tiny(LAYER_NORM, logit_scale=0.4, use_qk_norm=True, rope_theta=321.0),
+    "cohere2": tiny(LAYER_NORM, logit_scale=0.3, sliding_window=5, sliding_window_pattern=2),
+    "openai-gpt": tiny(GPT),
+    "openai-gpt-relu": tiny(GPT, afn="relu", tie_word_embeddings=False),
+    "gpt2": tiny(GPT),
+    "gpt2-scaled-by-layer": tiny(GPT, n_inner=44, scale_attn_by_inverse_layer_idx=True, activation_function="relu"),
+    "gpt2-unscaled": tiny(GPT, scale_attn_weights=False, tie_word_embeddings=False),
+    "gpt_neo": tiny(
+        MHA,
+        intermediate_size=None,
+        layer_norm_epsilon=0.1,
+        window_size=5,
+        attention_types=[[["local", "global"], 1], [["local"], 1]],
+    ),
+    "gptj": tiny(GPT, n_embd=48, rotary_dim=6),
+    "gpt_neox": tiny(MHA, hidden_size=96, layer_norm_eps=0.1, rotary_pct=0.5, rotary_emb_base=555),
+    "gpt_neox-sequential": tiny(
+        MHA,
+        layer_norm_eps=0.1,
+        rotary_pct=1.0,
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        tie_word_embeddings=True,
+    ),
+    "opt": tiny(OPT),
+    "opt-post-norm": tiny(OPT, do_layer_norm_before=False, activation_function="gelu", enable_bias=False),
+    "opt-no-final-norm": tiny(OPT, _remove_final_layer_norm=True, tie_word_embeddings=False),
+    "bloom": tiny(BLOOM, hidden_size=60, n_layer=3, n_head=6),
+    "bloom-legacy-names": tiny(BLOOM, n_embed=96, num_hidden_layers=2, num_attention_heads=12),
+    "mpt": tiny(MPT),
+    "mpt-options": tiny(
+        MPT,
+        n_heads=12,
+        attn_config={"alibi_bias_max": 5, "softmax_scale": 0.2, "clip_qkv": 0.9},
+        tie_word_embeddings=False,
+    ),
+    "falcon": tiny(FALCON, multi_query=True),
+    "falcon-old-sequential": tiny(FALCON, multi_query=False, parallel_attn=False, bias=True),
+    "falcon-new": tiny(FALCON, new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=False),
+    "falcon-new-one-norm": tiny(
+        FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, ffn_hidden_size=44
+    ),
+    # 12 heads: half of the slopes are no powers of two, so their rounding to bf16 shows.
+    "falcon-alibi": tiny(
+        FALCON, hidden_size=72, num_attention_heads=12, alibi=True, multi_query=False, parallel_attn=False, bias=True
+    ),
 }
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import redraw
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.cli import EXIT_MEANING, Exit, app
+from tiny import redraw
 
 WEIGHTS = "model.safetensors"
 
@@ -241,7 +241,8 @@ def test_switches() -> None:
 def test_switches_are_available_when_the_config_takes_them() -> None:
     _, answer = run_json("switches")
     rows = {row["name"]: row for row in answer["switches"]}
-    for name, value in {"sliding_window": 8, "qk_norm": "head", "num_experts": 4, "type_vocab_size": 2}.items():
+    samples: dict[str, Any] = {"sliding_window": 8, "qk_norm": "head", "num_experts": 4, "type_vocab_size": 2}
+    for name, value in samples.items():
         if rows[name]["available"]:
             LlmArchConfig(**{name: value})
         else:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from family_configs import CASES, TEXT_LENGTH, TOLERANCES, redraw
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
+from family_configs import CASES, TEXT_LENGTH, TOLERANCES, VOCABULARY, redraw
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
 from hf_llmarch.conversion.families import families
@@ -70,12 +69,12 @@ def build(case: str, folder: Path) -> Converted:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Converted]:
-    yield build(request.param, tmp_path_factory.mktemp("native"))
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return build(request.param, tmp_path_factory.mktemp("native"))
 
 
 def text(batch: int = 2) -> torch.Tensor:
-    return torch.randint(3, 97, (batch, TEXT_LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(3, VOCABULARY, (batch, TEXT_LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def left_padded() -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,9 +118,7 @@ def test_logits_with_left_padding(converted: Converted) -> None:
 def test_greedy_tokens_with_cache(converted: Converted) -> None:
     ids, mask = left_padded()
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ours, native = (
-        model.generate(ids, attention_mask=mask, **options) for model in (converted.ours, converted.native)
-    )
+    ours, native = (model.generate(ids, attention_mask=mask, **options) for model in (converted.ours, converted.native))
     assert ours.shape[1] == TEXT_LENGTH + 9
     assert ours.tolist() == native.tolist()
 
@@ -151,7 +148,7 @@ def test_a_config_written_afresh_is_read_by_the_native_class(converted: Converte
 def test_a_bare_base_model_is_recognised(tmp_path: Path) -> None:
     """A base model saved alone has no prefix, as OpenAI's GPT-2 on the Hub; its old mask buffers are dropped."""
     native = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **CASES["gpt2"]))
-    tensors = {name.removeprefix("transformer."): t for name, t in native.state_dict().items() if name != "lm_head.weight"}
+    tensors = dict(native.transformer.state_dict())
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     config = {"model_type": "gpt2", "n_ctx": 64, **CASES["gpt2"]}
     proven = plan(config, {name: tuple(t.shape) for name, t in tensors.items()})

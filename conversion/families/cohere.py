@@ -5,26 +5,13 @@ from typing import Any
 from ..ops import both, weight
 from ..relation import Const, Derived, Entry, Field
 from ..rules import Family, Rule
-from .common import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    CAUSAL_LM,
-    GLU,
-    HEAD,
-    HEAD_DIM,
-    LAYER,
-    MLP,
-    QK_NORM,
-    ROPE,
-    SIZES,
-    SPELLINGS,
-)
+from .common import ATTENTION, ATTENTION_BIAS, CAUSAL_LM, HEAD, HEAD_DIM, LAYER, MLP, QK_NORM, ROPE, SIZES, SPELLINGS
 
 COHERE: list[Entry] = [
     *SIZES,
     *HEAD_DIM,
     *ROPE,
-    *GLU,
+    Field("hidden_act"),
     *ATTENTION_BIAS,
     Field("layer_norm_eps", "norm_eps"),
     Field("logit_scale"),

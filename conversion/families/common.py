@@ -97,7 +97,7 @@ PARTIAL_ROPE: list[Entry] = [
 ]
 
 RMS_NORM: list[Entry] = [Field("rms_norm_eps", "norm_eps")]
-GLU: list[Entry] = [Field("hidden_act")]
+LLAMA_CONFIG: list[Entry] = [*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, Field("hidden_act")]
 LAYER_NORM_MLP: list[Entry] = [Const("norm_type", "layernorm"), Const("ffn_type", "mlp")]
 ALL_BIASES: list[Entry] = [Const(name, True) for name in ("attention_bias", "attention_output_bias", "ffn_bias")]
 # One flag of theirs for the four projections of attention.

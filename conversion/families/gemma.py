@@ -1,19 +1,8 @@
 """Gemma 1: gains stored as gain - 1, embeddings times sqrt(d), GEGLU with the tanh GELU. arXiv 2403.08295."""
 
-from ..relation import Const, Derived, Entry
+from ..relation import Const, Derived, Entry, Field
 from ..rules import Family
-from .common import (
-    ATTENTION_BIAS,
-    CAUSAL_LM,
-    GLU,
-    HEAD_DIM,
-    LLAMA_WEIGHTS,
-    RMS_NORM,
-    ROPE,
-    ROTARY_BUFFERS,
-    SIZES,
-    SPELLINGS,
-)
+from .common import ATTENTION_BIAS, CAUSAL_LM, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
 
 # Gemma's norm multiplies in fp32, before the cast; its checkpoints store how far the gain is from one.
 GEMMA: list[Entry] = [
@@ -28,7 +17,7 @@ GEMMA: list[Entry] = [
 
 FAMILY = Family(
     "gemma",
-    config=[*GEMMA, *ROPE, *GLU],
+    config=[*GEMMA, *ROPE, Field("hidden_act")],
     weights=LLAMA_WEIGHTS,
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,

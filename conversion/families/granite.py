@@ -2,16 +2,12 @@
 
 from ..relation import Derived, Field
 from ..rules import Family
-from .common import ATTENTION_BIAS, CAUSAL_LM, GLU, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, SIZES, SPELLINGS
+from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
 
 FAMILY = Family(
     "granite",
     config=[
-        *SIZES,
-        *HEAD_DIM,
-        *ROPE,
-        *RMS_NORM,
-        *GLU,
+        *LLAMA_CONFIG,
         *ATTENTION_BIAS,
         Field("mlp_bias", "ffn_bias"),
         Field("embedding_multiplier", "embedding_scale"),

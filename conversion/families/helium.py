@@ -2,16 +2,12 @@
 
 from ..relation import Const, Field
 from ..rules import Family
-from .common import CAUSAL_LM, GLU, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, SIZES, SPELLINGS
+from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
 
 FAMILY = Family(
     "helium",
     config=[
-        *SIZES,
-        *HEAD_DIM,
-        *ROPE,
-        *RMS_NORM,
-        *GLU,
+        *LLAMA_CONFIG,
         Field("attention_bias"),
         Field("mlp_bias", "ffn_bias"),
         Const("norm_weight_in_fp32", True),

@@ -2,22 +2,11 @@
 
 from ..relation import Field
 from ..rules import Family
-from .common import (
-    ATTENTION_BIAS,
-    CAUSAL_LM,
-    GLU,
-    HEAD_DIM,
-    LLAMA_WEIGHTS,
-    RMS_NORM,
-    ROPE,
-    ROTARY_BUFFERS,
-    SIZES,
-    SPELLINGS,
-)
+from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SPELLINGS
 
 FAMILY = Family(
     "llama",
-    config=[*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, *GLU, *ATTENTION_BIAS, Field("mlp_bias", "ffn_bias")],
+    config=[*LLAMA_CONFIG, *ATTENTION_BIAS, Field("mlp_bias", "ffn_bias")],
     weights=LLAMA_WEIGHTS,
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,

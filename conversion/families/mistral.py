@@ -2,11 +2,11 @@
 
 from ..relation import Field
 from ..rules import Family
-from .common import CAUSAL_LM, GLU, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
+from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SPELLINGS
 
 FAMILY = Family(
     "mistral",
-    config=[*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, *GLU, Field("sliding_window")],
+    config=[*LLAMA_CONFIG, Field("sliding_window")],
     weights=LLAMA_WEIGHTS,
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,

@@ -3,30 +3,12 @@
 from ..ops import weight
 from ..relation import Const
 from ..rules import Family
-from .common import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    CAUSAL_LM,
-    GLU,
-    HEAD,
-    HEAD_DIM,
-    LAYER,
-    MLP,
-    QK_NORM,
-    RMS_NORM,
-    ROPE,
-    SIZES,
-    SPELLINGS,
-)
+from .common import ATTENTION, ATTENTION_BIAS, CAUSAL_LM, HEAD, LAYER, LLAMA_CONFIG, MLP, QK_NORM, SPELLINGS
 
 FAMILY = Family(
     "olmo2",
     config=[
-        *SIZES,
-        *HEAD_DIM,
-        *ROPE,
-        *RMS_NORM,
-        *GLU,
+        *LLAMA_CONFIG,
         *ATTENTION_BIAS,
         Const("norm_placement", "branch"),
         Const("norm_weight_in_fp32", True),

@@ -5,19 +5,7 @@ from typing import Any
 from ..ops import halves, qkv_rows, weight
 from ..relation import Derived, Field, Values
 from ..rules import Family
-from .common import (
-    CAUSAL_LM,
-    GLU,
-    HEAD,
-    HEAD_DIM,
-    LAYER,
-    PRE_NORMS,
-    QKV,
-    RMS_NORM,
-    SIZES,
-    SPELLINGS,
-    partial_rope,
-)
+from .common import CAUSAL_LM, HEAD, HEAD_DIM, LAYER, PRE_NORMS, QKV, RMS_NORM, SIZES, SPELLINGS, partial_rope
 
 
 def _rope_to_theirs(config: Any) -> Values:
@@ -33,7 +21,7 @@ FAMILY = Family(
         *SIZES,
         *HEAD_DIM,
         *RMS_NORM,
-        *GLU,
+        Field("hidden_act"),
         Field("sliding_window"),
         Field("resid_pdrop", "hidden_dropout"),
         Derived(

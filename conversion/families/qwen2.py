@@ -2,22 +2,11 @@
 
 from ..relation import Const
 from ..rules import Family
-from .common import (
-    CAUSAL_LM,
-    GLU,
-    HEAD_DIM,
-    LLAMA_WEIGHTS,
-    RMS_NORM,
-    ROPE,
-    ROTARY_BUFFERS,
-    SIZES,
-    SLIDING_TAIL,
-    SPELLINGS,
-)
+from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SLIDING_TAIL, SPELLINGS
 
 FAMILY = Family(
     "qwen2",
-    config=[*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, Const("attention_bias", True)],
+    config=[*LLAMA_CONFIG, *SLIDING_TAIL, Const("attention_bias", True)],
     weights=LLAMA_WEIGHTS,
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,

@@ -2,23 +2,11 @@
 
 from ..relation import Const
 from ..rules import Family
-from .common import (
-    ATTENTION_BIAS,
-    CAUSAL_LM,
-    GLU,
-    HEAD_DIM,
-    LLAMA_WEIGHTS,
-    QK_NORM,
-    RMS_NORM,
-    ROPE,
-    SIZES,
-    SLIDING_TAIL,
-    SPELLINGS,
-)
+from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, QK_NORM, SLIDING_TAIL, SPELLINGS
 
 FAMILY = Family(
     "qwen3",
-    config=[*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, *GLU, *SLIDING_TAIL, *ATTENTION_BIAS, Const("qk_norm", "head")],
+    config=[*LLAMA_CONFIG, *SLIDING_TAIL, *ATTENTION_BIAS, Const("qk_norm", "head")],
     weights=[*LLAMA_WEIGHTS, *QK_NORM],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Qwen3ForCausalLM"},

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..relation import Derived, Field, Values
 from ..rules import Family
-from .common import ATTENTION_BIAS, CAUSAL_LM, GLU, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, SIZES, SPELLINGS, windows
+from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS, windows
 
 
 def _layers(native: Any) -> Values:
@@ -24,11 +24,7 @@ def _layers_to_theirs(config: Any) -> Values:
 FAMILY = Family(
     "smollm3",
     config=[
-        *SIZES,
-        *HEAD_DIM,
-        *ROPE,
-        *RMS_NORM,
-        *GLU,
+        *LLAMA_CONFIG,
         *ATTENTION_BIAS,
         Field("mlp_bias", "ffn_bias"),
         Derived(

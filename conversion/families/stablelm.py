@@ -3,14 +3,14 @@
 from ..ops import stack, weight
 from ..relation import Const, Derived, Field
 from ..rules import Family
-from .common import CAUSAL_LM, GLU, LAYER, LLAMA_WEIGHTS, PARTIAL_ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
+from .common import CAUSAL_LM, LAYER, LLAMA_WEIGHTS, PARTIAL_ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
 
 FAMILY = Family(
     "stablelm",
     config=[
         *SIZES,
         *PARTIAL_ROPE,
-        *GLU,
+        Field("hidden_act"),
         Field("layer_norm_eps", "norm_eps"),
         Field("use_qkv_bias", "attention_bias"),
         Const("norm_type", "layernorm"),

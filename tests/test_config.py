@@ -1,0 +1,493 @@
+"""The config: types, refusals, old spellings, derived values, and that what is written is read back."""
+
+import copy
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
+from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, YARN, tiny_config, variants
+from transformers import AutoConfig
+
+from hf_llmarch import LlmArchConfig
+from hf_llmarch import configuration_llmarch as configuration
+from hf_llmarch.attention import QK_NORM_SHAPES
+from hf_llmarch.block import ATTENTIONS, BLOCKS
+from hf_llmarch.configuration_llmarch import NEEDS, PENDING, ROPE_SPELLINGS, RULES
+from hf_llmarch.feedforward import FEED_FORWARDS
+from hf_llmarch.norms import NORM_SLOTS, NORMS
+from hf_llmarch.positions import POSITIONS, ROPE_FREQUENCIES
+
+SLIDING = {"layer_types": ["sliding_attention"] * 3}
+
+
+def refusal(**switches: Any) -> str:
+    """The message with which a combination is refused. The host wraps what a validator raises."""
+    with pytest.raises((ValueError, StrictDataclassClassValidationError)) as caught:
+        tiny_config(**switches)
+    error = caught.value
+    assert isinstance(error, ValueError) or isinstance(error.__cause__, ValueError)
+    return str(error)
+
+
+# -- types ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"num_hidden_layers": "3"},
+        {"num_hidden_layers": 3.0},
+        {"num_hidden_layers": True},
+        {"norm_eps": "1e-6"},
+        {"norm_eps": True},
+        {"attention_bias": 1},
+        {"attention_bias": "true"},
+        {"position_encoding": "rotary"},
+        {"norm_placement": "peri"},
+        {"ffn_type": None},
+        {"parallel_norms": 3},
+        {"layer_types": "full_attention"},
+        {"rope_parameters": [("rope_theta", 1.0)]},
+        {"swish_beta": "fixed"},
+        {"nope_layers": {1}},
+    ],
+    ids=str,
+)
+def test_wrong_types_are_refused_by_name(switches: dict[str, Any]) -> None:
+    (name,) = switches
+    with pytest.raises(StrictDataclassFieldValidationError, match=name):
+        tiny_config(**switches)
+    config = tiny_config()
+    with pytest.raises(StrictDataclassFieldValidationError, match=name):
+        setattr(config, name, switches[name])
+
+
+def test_json_numbers_are_numbers() -> None:
+    """JSON has one kind: 1 and 1.0 are both written for a float."""
+    for name in ("norm_eps", "norm_offset", "attention_scale", "embedding_scale", "residual_scale", "logit_scale"):
+        assert getattr(tiny_config(**{name: 1}), name) == getattr(tiny_config(**{name: 1.0}), name) == 1
+
+
+# -- unknown names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("num_atention_heads", "num_attention_heads"),
+        ("hidden_sise", "hidden_size"),
+        ("norm_placment", "norm_placement"),
+        ("qk_norms", "qk_norm"),
+        ("slidingwindow", "sliding_window"),
+        ("attention_sink", "attention_sinks"),
+        ("rope_thta", "rope_theta"),
+        ("rope_parameter", "rope_parameters"),
+    ],
+)
+def test_near_misses_are_refused_with_the_name_that_was_meant(typo: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"Unknown field '{typo}'. Did you mean '{meant}'"):
+        tiny_config(**{typo: 1})
+
+
+def test_other_unknown_names_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger(configuration.logger.name)
+    logger.addHandler(caplog.handler)
+    try:
+        config = tiny_config(a_field_of_the_future=3)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "has no field 'a_field_of_the_future'" in caplog.text
+    assert LlmArchConfig.from_dict(config.to_dict()).a_field_of_the_future == 3
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_length", "top_k", "torch_dtype", "_name_or_path", "id2label"])
+def test_names_of_the_host_are_no_typos(name: str) -> None:
+    tiny_config(**{name: {0: "a"} if name == "id2label" else None})
+
+
+# -- combinations ---------------------------------------------------------------------------------------------------------
+
+# An example that breaks each row of RULES, by the fields of the row.
+BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
+    ("num_attention_heads", "num_key_value_heads"): [{"num_key_value_heads": 4}],
+    ("attention_type", "num_attention_heads", "num_key_value_heads"): [
+        {"attention_type": "mha"},
+        {"attention_type": "mqa", "num_key_value_heads": 2},
+        {"attention_type": "gqa", "num_key_value_heads": 6},
+        {"attention_type": "gqa", "num_key_value_heads": 1},
+        {**MLA, "num_key_value_heads": 2},
+    ],
+    ("attention_type", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"): [
+        {**MLA, "v_head_dim": None},
+        {**MLA, "kv_lora_rank": None},
+        {"v_head_dim": 7},
+        {"attention_type": "gqa", "kv_lora_rank": 7},
+    ],
+    ("attention_type", "position_encoding"): [{**MLA, "position_encoding": "alibi"}],
+    ("attention_type", "qk_norm"): [{**MLA, "qk_norm": "head"}],
+    ("layer_types",): [{"layer_types": ["full_attention", "linear_attention", "full_attention"]}],
+    ("sliding_window", "layer_types"): [SLIDING, {"sliding_window": 5, "layer_types": ["full_attention"] * 3}],
+    ("attention_chunk_size", "layer_types"): [
+        {"layer_types": ["chunked_attention"] * 3},
+        {"attention_chunk_size": 5, "layer_types": ["full_attention"] * 3},
+    ],
+    ("rope_parameters", "position_encoding"): [{"position_encoding": "alibi", "rope_parameters": {"rope_theta": 7.0}}],
+    ("rope_parameters", "layer_types"): [
+        {**MIXED, "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}}
+    ],
+    ("rope_parameters",): [{"rope_parameters": {"rope_type": "proportional", "rope_theta": 7.0}}],
+    ("rope_parameters", "head_dim", "qk_rope_head_dim"): [
+        {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
+        {**MLA, "qk_rope_head_dim": 7},
+    ],
+    ("nope_layers", "num_hidden_layers"): [{"nope_layers": [3]}, {"nope_layers": [-1]}],
+    ("position_encoding", "hidden_size"): [{"position_encoding": "sinusoidal", "hidden_size": 49}],
+    ("parallel_block", "norm_placement"): [
+        {"parallel_block": True, "norm_placement": "sandwich"},
+        {"parallel_block": True, "norm_placement": "post", "parallel_norms": 2},
+    ],
+    ("swish_beta", "hidden_act"): [{"swish_beta": 1.5, "hidden_act": "gelu"}],
+}
+
+# A value off the default for each row of NEEDS, in a config where nothing would read it.
+UNREAD: dict[str, Any] = {
+    "q_lora_rank": 7,
+    "latent_norm_eps": 0.5,
+    "mla_cache": "expanded",
+    "qk_norm_type": "layernorm",
+    "qk_norm_bias": True,
+    "rope_interleaved": {"position_encoding": "learned"},
+    "nope_layers": {"position_encoding": "learned"},
+    "sinusoidal_layout": "halves",
+    "position_offset": 2,
+    "alibi_bias_max": 16,
+    "alibi_scaled": True,
+    "alibi_in_bf16": True,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "parallel_norms": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 7,
+    "num_shared_experts": 1,
+    "shared_expert_gate": True,
+    "mlp_layer_types": ["sparse"] * 3,
+    "router_type": "expert_choice",
+    "router_score": "sigmoid",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 2.5,
+    "n_group": 2,
+    "topk_group": 1,
+    "router_aux_loss_coef": 0.01,
+    "router_z_loss_coef": 0.01,
+    "router_jitter_noise": 0.01,
+    "capacity_factor": 1.5,
+    "overflow": "next_best",
+    "router_bias_update_rate": 0.01,
+    "experts_layout": "linear",
+}
+UNREAD_VALUES = {"rope_interleaved": True, "nope_layers": [1]}
+
+PENDING_VALUES: dict[str, Any] = {"topology": "encoder", "num_experts": 4, "type_vocab_size": 2}
+
+
+def test_every_refusal_has_an_example() -> None:
+    assert {rule.fields for rule in RULES} == set(BROKEN)
+    assert len(RULES) == len(BROKEN), "two rules on the same fields: give each its own example"
+    assert set(NEEDS) == set(UNREAD)
+    assert set(PENDING) == set(PENDING_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "switches"),
+    [pytest.param(f, s, id=f"{'+'.join(f)}-{i}") for f, rows in BROKEN.items() for i, s in enumerate(rows)],
+)
+def test_each_rule_refuses_naming_its_fields(fields: tuple[str, ...], switches: dict[str, Any]) -> None:
+    message = refusal(**switches)
+    (rule,) = (rule for rule in RULES if rule.fields == fields)
+    assert rule.why in message
+    for name in fields:
+        assert f"{name}=" in message
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_switch_that_nothing_reads_is_refused(name: str) -> None:
+    given = UNREAD[name]
+    switches = {**given, name: UNREAD_VALUES[name]} if isinstance(given, dict) else {name: given}
+    message = refusal(**switches)
+    assert f"{name}={switches[name]!r} has no effect without {NEEDS[name][0]}" in message
+
+
+@pytest.mark.parametrize("name", PENDING_VALUES)
+def test_pending_switches_say_so(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name}={PENDING_VALUES[name]!r}"):
+        tiny_config(**{name: PENDING_VALUES[name]})
+
+
+def test_layer_types_must_be_as_many_as_layers() -> None:
+    assert "layer_types" in refusal(layer_types=["full_attention"] * 2)
+
+
+def test_odd_heads_are_refused_with_rope_alone() -> None:
+    assert "head_dim" in refusal(head_dim=9)
+    assert tiny_config(head_dim=9, position_encoding="alibi").head_dim == 9
+
+
+# -- old spellings of RoPE ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling(key: str) -> None:
+    config = tiny_config(rope_theta=777.0, rope_scaling={key: "linear", "factor": 3.0})
+    modern = tiny_config(rope_parameters={"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0})
+    assert config.rope_parameters == modern.rope_parameters == {"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0}
+    assert config.to_dict() == modern.to_dict()
+    assert config.rope_theta == 777.0
+
+
+def test_top_level_theta_and_partial_rotary_factor() -> None:
+    config = tiny_config(rope_theta=1000000, partial_rotary_factor=0.4)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1000000, "partial_rotary_factor": 0.4}
+    assert config.rope_theta == 1000000
+
+
+def test_theta_beside_other_parameters_is_folded_in() -> None:
+    config = tiny_config(rope_theta=777.5, rope_parameters={"rope_type": "linear", "factor": 3.0})
+    assert config.rope_parameters == {"rope_type": "linear", "factor": 3.0, "rope_theta": 777.5}
+
+
+def test_the_default_base() -> None:
+    assert tiny_config().rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert tiny_config(rope_scaling=None, rope_theta=None).rope_theta == 10000.0
+
+
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_bases_that_disagree_are_refused(where: str) -> None:
+    given = {"rope_type": "default", "rope_theta": 5.0}
+    message = refusal(rope_theta=6.0, **{where: given})
+    assert "6.0" in message
+    assert "5.0" in message
+    assert tiny_config(rope_theta=5.0, **{where: given}).rope_theta == 5.0
+
+
+def test_rope_without_rope_is_refused() -> None:
+    for old in ({"rope_theta": 5.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"partial_rotary_factor": 0.5}):
+        assert next(iter(old)) in refusal(position_encoding="alibi", **old)
+        assert "position_encoding='alibi'" in refusal(position_encoding="alibi", **old)
+    assert not tiny_config(position_encoding="alibi", **dict.fromkeys(ROPE_SPELLINGS)).rope_parameters
+    assert not hasattr(tiny_config(position_encoding="alibi"), "rope_theta")
+
+
+def test_theta_of_the_first_layer_type() -> None:
+    config = tiny_config(**MIXED, rope_parameters=LOCAL_AND_GLOBAL)
+    assert config.rope_theta == 33.0
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "ntk", "dynamic", "yarn", "llama3", "longrope"])
+def test_missing_keys_of_a_rope_type_are_named(rope_type: str) -> None:
+    with pytest.raises((KeyError, ValueError, StrictDataclassClassValidationError), match="factor"):
+        tiny_config(rope_parameters={"rope_type": rope_type, "rope_theta": 7.0})
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+        {"rope_scaling": {"type": "linear", "factor": 3.0}, "rope_theta": 7.0},
+        {**MIXED, "rope_parameters": LOCAL_AND_GLOBAL},
+        {"rope_parameters": YARN},
+        {"per_layer_config": {1: {"ffn_type": "mlp"}}},
+    ],
+)
+def test_what_the_caller_gave_is_not_changed(switches: dict[str, Any]) -> None:
+    before = copy.deepcopy(switches)
+    config = tiny_config(**switches)
+    assert switches == before
+    written = config.to_dict()
+    for parameters in _dicts(switches):
+        parameters["changed_later"] = True
+    assert config.to_dict() == written
+
+
+def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _dicts(inner)
+        yield value
+
+
+# -- what is written is read ----------------------------------------------------------------------------------------------
+
+VARIANTS = [pytest.param(variant.switches, id=label) for label, _, variant in variants()]
+
+
+@pytest.mark.parametrize("switches", VARIANTS)
+def test_written_and_read(switches: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(**switches)
+    written = config.to_dict()
+    again = LlmArchConfig.from_dict(copy.deepcopy(written))
+    assert again.to_dict() == written
+    assert [getattr(again, f.name) for f in LlmArchConfig.switches()] == [
+        getattr(config, f.name) for f in LlmArchConfig.switches()
+    ]
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is LlmArchConfig
+    assert {**loaded.to_dict(), "_name_or_path": ""} == {**written, "_name_or_path": ""}
+    for f in LlmArchConfig.switches():
+        assert type(getattr(loaded, f.name)) is type(getattr(config, f.name)), f.name
+
+
+def test_all_switches_are_in_the_file_so_that_a_new_default_changes_no_old_model(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert {f.name for f in LlmArchConfig.switches() if getattr(tiny_config(), f.name) is not None} <= written.keys()
+    assert written["model_type"] == "llmarch"
+
+
+def test_auto_map_serves_every_head_whatever_is_saved(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["auto_map"] == dict(configuration.AUTO_MAP)
+
+
+def test_keywords_of_from_pretrained_override_what_was_saved(tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attention_bias=True, norm_placement="sandwich")
+    assert config.attention_bias
+    assert config.norm_placement == "sandwich"
+
+
+# -- one layer's own ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_key_value_heads": 3},
+        {"num_attention_heads": 4},
+        {"intermediate_size": 21},
+        {"ffn_type": "mlp", "hidden_act": "relu2"},
+        {"norm_placement": "sandwich", "norm_type": "layernorm"},
+        {"qk_norm": "head"},
+        {"parallel_block": True},
+        {"attention_bias": True, "attention_sinks": True},
+    ],
+    ids=str,
+)
+def test_a_layer_may_differ_in_what_is_its_own(own: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(per_layer_config={1: own})
+    for name, value in own.items():
+        assert getattr(config.per_layer_config[1], name) == value
+        assert getattr(config.per_layer_config[0], name) == getattr(tiny_config(), name)
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert {**again.to_dict(), "_name_or_path": ""} == {**config.to_dict(), "_name_or_path": ""}
+
+
+@pytest.mark.parametrize(
+    ("switches", "named"),
+    [
+        ({"per_layer_config": {1: {"hidden_size": 32}}}, "hidden_size"),
+        ({"per_layer_config": {1: {"position_encoding": "alibi"}}}, "position_encoding"),
+        ({"per_layer_config": {1: {"rope_interleaved": True}}}, "rope_interleaved"),
+        ({"per_layer_config": {1: {"tie_word_embeddings": True}}}, "tie_word_embeddings"),
+        ({"per_layer_config": {1: {"final_norm": False}}}, "final_norm"),
+        ({"per_layer_config": {1: {"head_dim": 8}}}, "head_dim"),
+        ({"position_encoding": "alibi", "per_layer_config": {1: {"num_attention_heads": 4}}}, "num_attention_heads"),
+        ({"position_encoding": "relative_bias", "per_layer_config": {1: {"num_attention_heads": 4}}}, "num_attention_heads"),
+    ],
+    ids=str,
+)
+def test_a_layer_may_not_differ_in_what_the_model_has_once(switches: dict[str, Any], named: str) -> None:
+    message = refusal(**switches)
+    assert named in message
+    assert "per_layer_config" in message
+
+
+def test_rules_hold_in_each_layer() -> None:
+    assert "num_key_value_heads=4" in refusal(per_layer_config={2: {"num_key_value_heads": 4}})
+    assert "parallel_norms=2" in refusal(per_layer_config={0: {"parallel_norms": 2}})
+    with pytest.raises(NotImplementedError, match="num_experts=4"):
+        tiny_config(per_layer_config={1: {"num_experts": 4}})
+
+
+# -- tables and derived values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "literal"),
+    [
+        (POSITIONS, configuration.PositionEncoding),
+        (NORMS, configuration.NormType),
+        (NORM_SLOTS, configuration.NormPlacement),
+        (FEED_FORWARDS, configuration.FFNType),
+        (ATTENTIONS, configuration.AttentionType),
+    ],
+    ids=["POSITIONS", "NORMS", "NORM_SLOTS", "FEED_FORWARDS", "ATTENTIONS"],
+)
+def test_tables_have_a_part_for_each_value(table: Mapping[str, Any], literal: Any) -> None:
+    assert set(table) == set(get_args(literal))
+
+
+def test_other_tables_have_a_part_for_each_value() -> None:
+    assert set(QK_NORM_SHAPES) == set(get_args(configuration.QKNorm)) - {"none"}
+    assert set(get_args(configuration.RopeType)) <= set(ROPE_FREQUENCIES)
+    assert {parallel for parallel, _ in BLOCKS} == {True, False}
+    assert {norms for parallel, norms in BLOCKS if parallel} == {1, 2}
+
+
+def test_every_field_says_what_it_is() -> None:
+    fields = list(LlmArchConfig.switches())
+    assert len(fields) > 80
+    for f in fields:
+        doc = f.metadata["doc"]
+        assert len(doc) > 10, f.name
+        assert doc[-1] in ".)" or doc.endswith("`"), f.name
+    ours = [group for group in LlmArchConfig.__mro__ if group.__module__ == configuration.__name__]
+    declared = {name for group in ours for name in vars(group).get("__annotations__", {})}
+    assert declared & {f.name for f in dataclasses.fields(LlmArchConfig)} == {f.name for f in fields}
+
+
+DERIVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"hidden_size": 96, "num_attention_heads": 6}, {"head_dim": 16, "num_key_value_heads": 6, "attention_kind": "mha"}),
+    ({"num_attention_heads": 8, "attention_type": "mqa"}, {"num_key_value_heads": 1, "attention_kind": "mqa"}),
+    ({"num_attention_heads": 8, "num_key_value_heads": 1}, {"attention_kind": "mqa", "attention_type": None}),
+    ({"num_attention_heads": 8, "num_key_value_heads": 4}, {"attention_kind": "gqa"}),
+    ({**MLA, "attention_type": None, "num_attention_heads": 6}, {"attention_kind": "mla", "qk_head_dim": 22}),
+    ({}, {"qk_head_dim": None}),
+    ({"hidden_size": 512, "ffn_type": "mlp"}, {"intermediate_size": 2048}),
+    # 8/3 * 4096 = 10922.7, LLaMA-7B's 11008 = 43 * 256.
+    ({"hidden_size": 4096}, {"intermediate_size": 11008}),
+    ({"hidden_size": 48, "num_attention_heads": 8, "ffn_multiple_of": 1}, {"intermediate_size": 128}),
+    ({"hidden_size": 56, "num_attention_heads": 4, "ffn_multiple_of": 1}, {"intermediate_size": 150}),
+    ({"hidden_size": 48, "num_attention_heads": 8, "ffn_multiple_of": 10}, {"intermediate_size": 130}),
+    ({"hidden_size": 48, "num_attention_heads": 8, "ffn_multiple_of": 100}, {"intermediate_size": 200}),
+    ({}, {"norm_bias": False}),
+    ({"norm_type": "layernorm"}, {"norm_bias": True}),
+    ({"norm_type": "layernorm", "norm_bias": False}, {"norm_bias": False}),
+    ({"num_hidden_layers": 2}, {"layer_types": ["full_attention"] * 2}),
+    ({"num_hidden_layers": 2, "sliding_window": 5}, {"layer_types": ["sliding_attention"] * 2}),
+    ({"num_hidden_layers": 2, "attention_chunk_size": 5}, {"layer_types": ["chunked_attention"] * 2}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), DERIVED, ids=[str(given) for given, _ in DERIVED])
+def test_derived_values(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = LlmArchConfig(**given)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_example_functions_are_pure() -> None:
+    """Rules are read for each layer and on each save: they must not change what they look at."""
+    config = tiny_config(**MIXED, rope_parameters=LOCAL_AND_GLOBAL)
+    before = config.to_dict()
+    checks: list[Callable[[LlmArchConfig], bool]] = [rule.holds for rule in RULES]
+    checks += [holds for _, holds in NEEDS.values()]
+    for holds in checks:
+        holds(config)
+    assert config.to_dict() == before
