@@ -7,6 +7,8 @@ SETTINGS    := pyproject.toml constraints.txt
 ENVIRONMENT := $(VENV)/.ready
 SMOLLM2     := $(VENV)/.smollm2
 COMPAT      := 5.16.1 5.19.0
+# A worker holds about 1 GB with torch and transformers loaded, and its tests run on one thread.
+PARALLEL    := --numprocesses auto --maxprocesses 8
 PIP         := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-compat lint format clean
@@ -18,7 +20,7 @@ demo: $(ENVIRONMENT) $(if $(MODEL),,$(SMOLLM2))
 	$(VENV)/bin/python -m hf_llmarch.demo $(MODEL)
 
 test: $(ENVIRONMENT)
-	$(VENV)/bin/python -m pytest $(PYTEST)
+	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
 
 lint: $(ENVIRONMENT)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/lint
@@ -30,7 +32,7 @@ format: $(ENVIRONMENT)
 test-compat: $(COMPAT:%=compat-%)
 
 compat-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -m "core and not slow" $(PYTEST)
+	.venv-$*/bin/python -m pytest -m "core and not slow" $(PARALLEL) $(PYTEST)
 
 clean:
 	rm -rf .demo .types build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -259,6 +259,8 @@ def open_checkpoint(
         CheckpointError: it cannot be found, or is damaged or incomplete; the message says which file and why.
     """
     path = Path(source).expanduser()
+    if revision is not None and path.exists():
+        raise CheckpointError(f"revision={revision!r} names a state of a Hub repository, but {source} is on this disk.")
     if path.is_dir():
         return FolderCheckpoint(str(source), path, allow_pickle=allow_pickle)
     if path.is_file():

@@ -118,11 +118,12 @@ def convert(
         ConversionError: one of its subclasses, saying what was wrong, where, and what to do; nothing is written then.
     """
     started = time.perf_counter()
+    cast = resolve_dtype(dtype)
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
     config = plan.config
     config.architectures = [LlmArchForCausalLM.__name__]
-    config.dtype = resolve_dtype(dtype) or config.dtype or usual_dtype(checkpoint)
+    config.dtype = cast or config.dtype or usual_dtype(checkpoint)
 
     def write_config(folder: Path) -> None:
         for file in code_files():
@@ -130,13 +131,22 @@ def convert(
         config.save_pretrained(folder)
 
     report = carry(
-        checkpoint, Path(destination), plan, "ours", write_config, started, dtype, max_shard_size, overwrite, progress
+        checkpoint,
+        plan,
+        "ours",
+        destination,
+        write_config,
+        started=started,
+        cast=cast,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=progress,
     )
     if not verify:
         return report
     from .verify import verify as certify
 
-    certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=bool(progress))
+    certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=progress is True)
     return replace(report, certificate=certificate)
 
 
@@ -165,18 +175,28 @@ def export(
         ConversionError: another subclass, as for `convert`.
     """
     started = time.perf_counter()
+    cast = resolve_dtype(dtype)
     checkpoint = open_checkpoint(source, revision=revision)
     plan = plan_of_ours(checkpoint, family)
-    foreign = {**plan.foreign_config}
-    if dtype is not None:
+    foreign = dict(plan.foreign_config)
+    if cast is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in foreign] or ["dtype"]
-        foreign.update(dict.fromkeys(names, str(resolve_dtype(dtype)).removeprefix("torch.")))
+        foreign.update(dict.fromkeys(names, str(cast).removeprefix("torch.")))
 
     def write_config(folder: Path) -> None:
         write_json(folder / CONFIG, foreign)
 
     return carry(
-        checkpoint, Path(destination), plan, "theirs", write_config, started, dtype, max_shard_size, overwrite, progress
+        checkpoint,
+        plan,
+        "theirs",
+        destination,
+        write_config,
+        started=started,
+        cast=cast,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        progress=progress,
     )
 
 
@@ -250,31 +270,32 @@ def plan_of_ours(checkpoint: Checkpoint, family: Family | str | None = None) -> 
 
 def carry(
     checkpoint: Checkpoint,
-    destination: Path,
     plan: Plan,
     to: Side,
+    destination: Source,
     write_config: Callable[[Path], None],
+    *,
     started: float,
-    dtype: torch.dtype | str | None,
+    cast: torch.dtype | None,
     max_shard_size: int | str,
     overwrite: bool,
     progress: Progress,
 ) -> Report:
     """Run a plan from a checkpoint into a new folder."""
-    target = resolve_dtype(dtype)
-    layout = written_layout(plan, checkpoint.dtypes, to, target)
+    target = Path(destination).expanduser()
+    layout = written_layout(plan, checkpoint.dtypes, to, cast)
     size = sum(info.nbytes for info in layout.values())
     room = size + checkpoint.companion_bytes + SMALL_FILES
     tensors = ((name, tensor.to(layout[name].dtype)) for name, tensor in plan.stream(checkpoint.read, to=to))
-    with staged(destination, size=room, overwrite=overwrite, source=checkpoint.path) as folder:
+    with staged(target, size=room, overwrite=overwrite, source=checkpoint.path) as folder:
         checkpoint.write_companions(folder)
-        with meter(progress, f"{plan.family.name} -> {destination.name}", size) as advance:
+        with meter(progress, f"{plan.family.name} -> {target.name}", size) as advance:
             write_tensors(folder, tensors, layout, max_shard_size, advance)
         write_config(folder)
     seconds = time.perf_counter() - started
     return Report(
         source=checkpoint.source,
-        destination=str(destination),
+        destination=str(target),
         family=plan.family.name,
         tensors=len(layout),
         bytes=size,
@@ -283,7 +304,7 @@ def carry(
         peak_rss_bytes=peak_rss_bytes(),
         byte_exact=layout == written_layout(plan, checkpoint.dtypes, to, None),
         dropped=dict(plan.dropped),
-        files=tuple(sorted(str(f.relative_to(destination)) for f in destination.rglob("*") if f.is_file())),
+        files=tuple(sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())),
     )
 
 
@@ -299,25 +320,23 @@ def written_layout(
     shapes = plan.our_shapes if to == "ours" else plan.their_shapes
     for step in plan.steps:
         read, written = (step.theirs, step.ours) if to == "ours" else (step.ours, step.theirs)
-        found = {dtypes[name] for name in read}
+        stored = {dtypes[name] for name in read}
+        found = {cast if cast is not None and dtype.is_floating_point else dtype for dtype in stored}
         if len(found) > 1:
-            raise ConversionError(
-                f"{some(read)} have different dtypes ({', '.join(map(str, found))}): cast with dtype=…."
-            )
+            names = ", ".join(sorted(map(str, found)))
+            raise ConversionError(f"{some(read)} go into one tensor but differ in dtype ({names}): cast with dtype=….")
         (dtype,) = found
-        if cast is not None and dtype.is_floating_point:
-            dtype = cast
         layout |= {name: TensorInfo(tuple(shapes[name]), dtype) for name in written}
     return layout
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point torch dtype from its name, `bfloat16` or `torch.bfloat16`.
+    """A floating-point torch dtype from its name, `bfloat16` or `torch.bfloat16`; None for None and for `auto`.
 
     Raises:
         ConversionError: there is none of that name.
     """
-    if dtype is None:
+    if dtype in (None, "auto"):
         return None
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:

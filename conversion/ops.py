@@ -79,13 +79,40 @@ stack = Op(
 )
 
 
-def weight(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
-    """The rule for `.weight` of modules."""
+def flip(op: Op) -> Op:
+    """The same, with the sides exchanged."""
+    return Op(f"{op.name}, back", op.to_theirs, op.to_ours)
+
+
+def _join_experts(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+    half = len(tensors) // 2
+    # An expert's two halves side by side, so that one copy makes the whole.
+    pairs = [part for pair in zip(tensors[:half], tensors[half:], strict=True) for part in pair]
+    return [_torch().stack(pairs).unflatten(0, (half, 2)).flatten(1, 2)]
+
+
+def _split_experts(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
+    return [expert for half in tensors[0].chunk(2, dim=1) for expert in half.unbind(0)]
+
+
+# Experts, `E` of them with inner width `I`. All gates, then all ups, each (I, …), into one (E, 2 I, …), gates first.
+join_experts = Op("join experts", _join_experts, _split_experts)
+# Rows (E, 2 I, …) in which gate and up alternate, into gates first.
+alternating_rows = Op(
+    "alternating rows",
+    to_ours=lambda tensors, config: [tensors[0].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)],
+    to_theirs=lambda tensors, config: [tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)],
+)
+transpose_experts = Op("transpose experts", lambda tensors, config: [tensors[0].mT], lambda t, config: [t[0].mT])
+
+
+def weight(theirs: str | Sequence[str], ours: str | Sequence[str] | None = None, op: Op = rename) -> list[Rule]:
+    """The rule for `.weight` of modules; None: ours have the same names."""
     return [_rule(theirs, ours, op, ".weight")]
 
 
-def both(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op = rename) -> list[Rule]:
-    """The rules for `.weight` and `.bias` of modules; each applies where our module has it."""
+def both(theirs: str | Sequence[str], ours: str | Sequence[str] | None = None, op: Op = rename) -> list[Rule]:
+    """The rules for `.weight` and `.bias` of modules; each applies where our module has it. None: the same names."""
     return [_rule(theirs, ours, op, suffix) for suffix in (".weight", ".bias")]
 
 
@@ -94,8 +121,8 @@ def only(when: Callable[[Any], bool], rules: Sequence[Rule]) -> list[Rule]:
     return [replace(rule, when=when) for rule in rules]
 
 
-def _rule(theirs: str | Sequence[str], ours: str | Sequence[str], op: Op, suffix: str) -> Rule:
+def _rule(theirs: str | Sequence[str], ours: str | Sequence[str] | None, op: Op, suffix: str) -> Rule:
     def names(modules: str | Sequence[str]) -> tuple[str, ...]:
         return tuple(name + suffix for name in ([modules] if isinstance(modules, str) else modules))
 
-    return Rule(names(theirs), names(ours), op)
+    return Rule(names(theirs), names(theirs if ours is None else ours), op)

@@ -204,11 +204,24 @@ def differences(ours: LlmArchConfig, back: LlmArchConfig) -> dict[str, tuple[Any
     return {name: (a[name], b.get(name)) for name in a if a[name] != b.get(name)}
 
 
+# Ours that say how a model is stored, cached or kept in balance in training, never what it computes.
+INERT_OURS = {
+    *("converted_from", "use_cache", "mla_cache", "experts_layout"),
+    *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate"),
+}
+
+
 def meaning(config: LlmArchConfig) -> Values:
-    values = {f.name: getattr(config, f.name) for f in config.switches()}
-    del values["converted_from"], values["use_cache"]
+    values = {f.name: getattr(config, f.name) for f in config.switches() if f.name not in INERT_OURS}
     if config.position_encoding not in ("rope", "learned"):
         del values["max_position_embeddings"]  # the other encodings have no length
+    if config.attention_kind == "mla":
+        del values["head_dim"]  # it has widths of its own
+    if config.num_experts is not None:
+        values["moe_intermediate_size"] = config.moe_intermediate_size or config.intermediate_size
+        values["num_shared_experts"] = values["shared_expert_intermediate_size"] = config.shared_width
+        if "dense" not in (config.mlp_layer_types or ()):
+            del values["intermediate_size"]
     return values | {
         "attention_type": config.attention_kind,
         "qk_norm_type": config.qk_norm_type or config.norm_type,

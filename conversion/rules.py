@@ -56,10 +56,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Drop:
-    """A tensor that may be on disk and is not needed, and why that is safe."""
+    """A tensor that may be on disk and is not needed, and why that is safe.
+
+    `keep`: it is of use to others, so it is kept aside and goes back on export.
+    """
 
     theirs: str
     reason: str
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Family:
         architectures: our class to the name of theirs, for a config.json that is written afresh.
         aliases: config keys of old releases, as {old: today's}.
         inert: config keys of this family that do not change what a causal language model computes.
+        layers_ahead: config key that counts layers beyond the last, which predict tokens further ahead; drops number
+            them with `{m}`.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Family:
     architectures: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Collection[str] = ()
+    layers_ahead: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class Plan:
         foreign_config: the family's config.json.
         steps: in the order of the family's rules.
         dropped: names on disk that are left out, and why.
+        aside: those of them that are kept aside and go back on export.
         their_shapes, our_shapes: of every tensor that the steps read or write.
     """
 
@@ -122,6 +130,7 @@ class Plan:
     dropped: dict[str, str]
     their_shapes: dict[str, Shape]
     our_shapes: dict[str, Shape]
+    aside: tuple[str, ...] = ()
 
     def stream(self, read: Callable[[str], Tensor], to: Side = "ours") -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of one side, reading those of the other by name; one step's tensors live at a time."""
@@ -155,10 +164,10 @@ def plan(
 
     spelling = min(family.spellings, key=unpaired)
     steps = make_steps(family, ours, shapes, spelling, given)
-    reasons = {
-        spell(name, spelling): drop.reason for drop in family.drops for name in expand((drop.theirs,), ranges(ours))
-    }
-    dropped = {name: reasons[name] for name in given if name in reasons}
+    last = ours.num_hidden_layers
+    spans = {**ranges(ours), "m": range(last, last + (config.get(family.layers_ahead or "") or 0))}
+    drops = {spell(name, spelling): drop for drop in family.drops for name in expand((drop.theirs,), spans)}
+    dropped = {name: drops[name].reason for name in given if name in drops}
     their_shapes = prove(family, ours, steps, shapes)
     unknown = [name for name in given if name not in their_shapes and name not in dropped]
     missing = [name for name in their_shapes if name not in given]
@@ -182,7 +191,8 @@ def plan(
         "spelling": dict(spelling),
         "tied_copies": [name for step in steps if step.op is TIED for name in step.theirs[1:]],
     }
-    return Plan(family, ours, copy.deepcopy(dict(config)), steps, dropped, their_shapes, shapes)
+    aside = tuple(name for name in dropped if drops[name].keep)
+    return Plan(family, ours, copy.deepcopy(dict(config)), steps, dropped, their_shapes, shapes, aside)
 
 
 def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) -> Plan:

@@ -6,7 +6,16 @@ Importing the package registers its classes with transformers' Auto classes.
 import transformers
 
 from .configuration_llmarch import AUTO_MAP, LlmArchConfig
-from .modeling_llmarch import LlmArchForCausalLM, LlmArchModel, LlmArchPreTrainedModel
+from .modeling_llmarch import (
+    LlmArchForCausalLM,
+    LlmArchForConditionalGeneration,
+    LlmArchForMaskedLM,
+    LlmArchForQuestionAnswering,
+    LlmArchForSequenceClassification,
+    LlmArchForTokenClassification,
+    LlmArchModel,
+    LlmArchPreTrainedModel,
+)
 
 __version__ = "0.1.0"
 
@@ -25,4 +34,14 @@ def _register() -> None:
 
 _register()
 
-__all__ = ["LlmArchConfig", "LlmArchForCausalLM", "LlmArchModel", "LlmArchPreTrainedModel"]
+__all__ = [
+    "LlmArchConfig",
+    "LlmArchForCausalLM",
+    "LlmArchForConditionalGeneration",
+    "LlmArchForMaskedLM",
+    "LlmArchForQuestionAnswering",
+    "LlmArchForSequenceClassification",
+    "LlmArchForTokenClassification",
+    "LlmArchModel",
+    "LlmArchPreTrainedModel",
+]

@@ -4,13 +4,13 @@ Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D`
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
@@ -117,12 +117,14 @@ class ScoredAttention(nn.Module):
         layer = config.layer(layer_idx)
         # The whole model's config: `set_attn_implementation` changes it there.
         self.config, self.layer_idx = config, layer_idx
-        self.is_causal = True
+        self.is_causal = config.topology != "encoder"
         self.num_key_value_groups = layer.num_attention_heads // layer.num_key_value_heads
         self.scaling = attention_scale(layer, layer_idx)
         self.attention_dropout = layer.attention_dropout
         self.softcap = layer.attn_logit_softcapping
-        self.sliding_window = layer.sliding_window if layer.layer_types[layer_idx] == "sliding_attention" else None
+        slides = layer.layer_types[layer_idx] == "sliding_attention"
+        # Read by flash alone, which counts a window of either side with the query itself.
+        self.sliding_window = layer.sliding_window + (not self.is_causal) if slides and layer.sliding_window else None
         self.sinks = nn.Parameter(torch.empty(layer.num_attention_heads)) if layer.attention_sinks else None
         has_position = layer_idx not in (layer.nope_layers or ())
         self.rotate = POSITIONS[layer.position_encoding].rotation(layer) if has_position else no_rotation
@@ -160,9 +162,10 @@ class Attention(ScoredAttention):
         layer = config.layer(layer_idx)
         width, self.head_dim = layer.hidden_size, layer.head_dim
         queries, keys = layer.num_attention_heads, layer.num_key_value_heads
+        read_width = self.read_width(config)
         self.q_proj = nn.Linear(width, queries * self.head_dim, bias=layer.attention_bias)
-        self.k_proj = nn.Linear(width, keys * self.head_dim, bias=layer.attention_bias)
-        self.v_proj = nn.Linear(width, keys * self.head_dim, bias=layer.attention_bias)
+        self.k_proj = nn.Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
+        self.v_proj = nn.Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
         self.o_proj = nn.Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
         self.clip = nn.Identity() if layer.clip_qkv is None else Clamp(layer.clip_qkv)
         self.q_norm: nn.Module = nn.Identity()
@@ -176,6 +179,11 @@ class Attention(ScoredAttention):
         # tensor parallelism holds a part of them.
         self.norm_view = (-1,) if layer.qk_norm == "projection" else (-1, self.head_dim)
 
+    @staticmethod
+    def read_width(config: LlmArchConfig) -> int:
+        """Width of what keys and values are made from."""
+        return config.hidden_size
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -186,6 +194,8 @@ class Attention(ScoredAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
         lead = hidden_states.shape[:-1]
         heads = (*lead, -1, self.head_dim)
         q = self.clip(self.q_proj(hidden_states)).view(*lead, *self.norm_view)
@@ -196,5 +206,47 @@ class Attention(ScoredAttention):
         q, k = self.rotate(q, k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        out, weights = self.attend(q, k, v, attention_mask, **kwargs)
+        return self.o_proj(out), weights
+
+
+class CrossAttention(Attention):
+    """A decoder's queries against the encoder's states, which carry their own positions; keys and values are computed
+    once a text."""
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal, self.sliding_window = False, None
+
+    @staticmethod
+    def read_width(config: LlmArchConfig) -> int:
+        return (config.source_stack or {}).get("hidden_size", config.hidden_size)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden_states (B, T, C)` read `encoder_hidden_states (B, S, C')`."""
+        cache = past_key_values if cache is None else cache
+        lead = hidden_states.shape[:-1]
+        q = self.clip(self.q_proj(hidden_states)).view(*lead, *self.norm_view)
+        q = self.q_norm(q).view(*lead, -1, self.head_dim).transpose(1, 2)
+        kept = cache.cross_attention_cache if isinstance(cache, EncoderDecoderCache) else None
+        if kept is not None and cast(EncoderDecoderCache, cache).is_updated.get(self.layer_idx):
+            known = cast(Any, kept.layers[self.layer_idx])
+            k, v = known.keys, known.values
+        else:
+            source = encoder_hidden_states.shape[:-1]
+            k = self.clip(self.k_proj(encoder_hidden_states)).view(*source, *self.norm_view)
+            k = self.k_norm(k).view(*source, -1, self.head_dim).transpose(1, 2)
+            v = self.clip(self.v_proj(encoder_hidden_states)).view(*source, -1, self.head_dim).transpose(1, 2)
+            if kept is not None:
+                k, v = kept.update(k, v, self.layer_idx)
+                cast(EncoderDecoderCache, cache).is_updated[self.layer_idx] = True
         out, weights = self.attend(q, k, v, attention_mask, **kwargs)
         return self.o_proj(out), weights

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import Attention
+from .attention import Attention, CrossAttention
+from .compat import CACHE
 from .configuration_llmarch import AttentionType, LlmArchConfig
 from .embeddings import Scale, chain, dropout
 from .experts import SparseFeedForward
@@ -38,6 +39,8 @@ class Block(GradientCheckpointingLayer):
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
         self.mlp = feed_forward(config, layer_idx)
         attn_slots, mlp_slots = self.norm_slots(layer)
+        if layer_idx == 0 and not layer.first_attention_norm:
+            attn_slots = attn_slots - {"pre"}
         self.attn_norm, self.mlp_norm = NormSlots(layer, attn_slots), NormSlots(layer, mlp_slots)
         self.residual = chain(
             dropout(layer.hidden_dropout), Scale(layer.residual_scale) if layer.residual_scale != 1.0 else None
@@ -79,14 +82,44 @@ class SharedNormParallelBlock(Block):
         return x + self.residual(self.self_attn(normed, **kwargs)[0]) + self.residual(self.mlp(normed, real_tokens))
 
 
-# Keyed by the config's `parallel_block` and `parallel_norms`.
-BLOCKS: dict[tuple[bool, int], type[Block]] = {
-    (False, 1): Block,
-    (True, 1): SharedNormParallelBlock,
-    (True, 2): ParallelBlock,
+class CrossBlock(Block):
+    """A decoder's block that also reads an encoder, between its attention and its feed-forward."""
+
+    def __init__(self, config: LlmArchConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        layer = config.layer(layer_idx)
+        self.cross_attn = CrossAttention(config, layer_idx)
+        self.cross_norm = NormSlots(layer, NORM_SLOTS[layer.norm_placement])
+
+    def read(self, x: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        out, _ = self.cross_attn(self.cross_norm.pre(x), source, attention_mask=mask, **kwargs)
+        return self.residual(self.cross_norm.post(out))
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        encoder_attention_mask: torch.Tensor | None = None,
+        real_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """`(B, T, C)` and the encoder's `(B, S, C')` -> `(B, T, C)`."""
+        x = self.attn_norm.out(x + self.attend(x, **kwargs))
+        cache = {name: kwargs[name] for name in (CACHE,) if name in kwargs}
+        x = self.cross_norm.out(x + self.read(x, encoder_hidden_states, encoder_attention_mask, **cache))
+        return self.mlp_norm.out(x + self.feed(x, real_tokens))
+
+
+# Keyed by the config's `parallel_block` and `parallel_norms`, and whether there is an encoder to read.
+BLOCKS: dict[tuple[bool, int, bool], type[Block]] = {
+    (False, 1, False): Block,
+    (True, 1, False): SharedNormParallelBlock,
+    (True, 2, False): ParallelBlock,
+    (False, 1, True): CrossBlock,
 }
 
 
 def block(config: LlmArchConfig, layer_idx: int) -> Block:
     layer = config.layer(layer_idx)
-    return BLOCKS[layer.parallel_block, layer.parallel_norms](config, layer_idx)
+    kind = (layer.parallel_block, layer.parallel_norms, config.topology == "encoder-decoder")
+    return BLOCKS[kind](config, layer_idx)

@@ -142,8 +142,8 @@ def exit_code(error: Exception) -> Exit:
         (isinstance(error, errors.NotExpressible), Exit.NOT_EXPRESSIBLE),
         (isinstance(error, errors.DestinationError), Exit.DESTINATION),
         (isinstance(error, OSError) and error.errno in full, Exit.DESTINATION),
-        # ValueError and NotImplementedError are how the config refuses values; OSError is how the Hub client does.
-        (isinstance(error, ValueError | NotImplementedError | OSError | ImportError), Exit.INPUT),
+        # ValueError is how a config refuses values, OSError how the Hub client does, ImportError how an extra is missed.
+        (isinstance(error, ValueError | OSError | ImportError), Exit.INPUT),
     )
     return next((code for fits, code in rows if fits), Exit.INTERNAL)
 
@@ -181,11 +181,11 @@ def spelling(kind: Any) -> str:
 
 
 def switch_rows() -> list[dict[str, Any]]:
-    """One row a config field, in reading order: topic, name, type, default, available, doc.
+    """One row a config field, in reading order: topic, name, type, default, needs, doc.
 
-    `available` is false for a field that is declared but whose machinery is not in this version.
+    `needs` is the condition without which a value other than the default is refused; None: there is none.
     """
-    from hf_llmarch.configuration_llmarch import NEEDS, PENDING, LlmArchConfig
+    from hf_llmarch.configuration_llmarch import NEEDS, LlmArchConfig
 
     fields = {field.name: field for field in LlmArchConfig.switches()}
     return [
@@ -194,7 +194,7 @@ def switch_rows() -> list[dict[str, Any]]:
             "name": name,
             "type": spelling(fields[name].type),
             "default": fields[name].default,
-            "available": not PENDING.keys() & {name, NEEDS.get(name, ("",))[0]},
+            "needs": NEEDS.get(name, (None,))[0],
             "doc": fields[name].metadata["doc"],
         }
         # dataclasses collect their bases from the last to the first; the bases themselves stand in reading order.
@@ -253,7 +253,7 @@ def switches(
             table.add_column(column, overflow="fold", width=width)
         for row in rows:
             if row["topic"] == name:
-                note = "" if row["available"] else " [dim](only the default in this version)[/]"
+                note = f" [dim]Needs {escape(row['needs'])}.[/]" if row["needs"] else ""
                 default = "null" if row["default"] is None else str(row["default"])
                 table.add_row(row["name"], escape(row["type"]), escape(default), escape(row["doc"]) + note)
         tables.append(table)
@@ -289,7 +289,7 @@ def convert(
     quiet: Quiet = False,
 ) -> Answer:
     """Convert a public checkpoint into a folder that `AutoModelForCausalLM` opens."""
-    from hf_llmarch.conversion.convert import convert as run
+    from hf_llmarch.conversion import convert as run
 
     return written(
         run(
@@ -319,7 +319,7 @@ def export(
     quiet: Quiet = False,
 ) -> Answer:
     """Give an llmarch model back as a checkpoint of its family, or of another one."""
-    from hf_llmarch.conversion.convert import export as run
+    from hf_llmarch.conversion import export as run
 
     return written(
         run(
@@ -344,7 +344,7 @@ def verify(
     quiet: Quiet = False,
 ) -> Answer:
     """Compare a converted model with its original: logits, greedy tokens, and the bytes of an export."""
-    from hf_llmarch.conversion.verify import verify as run
+    from hf_llmarch.conversion import verify as run
 
     certificate = run(a, b, new_tokens=new_tokens, allow_pickle=allow_pickle, progress=not quiet)
     return Answer(certificate.to_dict(), certificate_view(certificate), verdict(certificate))

@@ -4,7 +4,9 @@ This file travels with a pushed model, so a release that the code was not made f
 """
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,14 @@ import transformers
 from packaging.version import Version
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_causal_mask
+from transformers.masking_utils import (
+    LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
 
 OLDEST, BEFORE = Version("5.16.1"), Version("6")
 FOUND = Version(transformers.__version__)
@@ -27,6 +36,11 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 
 # Layer type -> the host's mask function, the table that `generate` uses for compiled caches.
 MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+# The same for layers that see both sides.
+BIDIRECTIONAL_MASKS = {
+    "full_attention": create_bidirectional_mask,
+    "sliding_attention": create_bidirectional_sliding_window_mask,
+}
 
 # Experts implementation -> the host's function.
 EXPERTS = ALL_EXPERTS_FUNCTIONS
@@ -50,6 +64,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 # Inductor's own operator, a private name of torch.
 ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+
+
+def packed_overlay(position_ids: torch.Tensor | None) -> Callable[..., Any] | None:
+    """A mask function that keeps documents apart which `position_ids` restart within a row; None where none do."""
+    documents = None if position_ids is None else find_packed_sequence_indices(position_ids)
+    return None if documents is None else packed_sequence_mask_function(documents)
 
 
 def code_files() -> list[Path]:

@@ -28,6 +28,7 @@ FFNType = Literal["mlp", "glu"]
 NormType = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich", "branch"]
 RopeType = Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
+ClassifierPooling = Literal["last", "first", "mean", "pooler"]
 RouterType = Literal["top_k", "sparsemixer", "expert_choice"]
 RouterScore = Literal["softmax", "sigmoid"]
 RouterGroupScore = Literal["max", "top2"]
@@ -66,6 +67,13 @@ class SizeSwitches:
     )
     topology: Topology = switch(
         "decoder", "Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."
+    )
+    source_stack: dict[str, Any] | None = switch(
+        None, "What the encoder of an encoder-decoder has otherwise than the decoder, field by field."
+    )
+    share_source_embeddings: bool = switch(True, "Encoder and decoder of an encoder-decoder read one embedding.")
+    layer_groups: int | None = switch(
+        None, "Encoder: that many blocks, each run num_hidden_layers / layer_groups times in a row (ALBERT)."
     )
 
 
@@ -114,7 +122,9 @@ class AttentionSwitches:
     clip_qkv: Number | None = switch(None, "Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo).")
     attention_dropout: Number = switch(0.0, "Dropout on attention weights, in training.")
     sliding_window: int | None = switch(
-        None, "Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i."
+        None,
+        "Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i; in an encoder, keys on either "
+        "side: i-w .. i+w.",
     )
     attention_chunk_size: int | None = switch(
         None, "Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."
@@ -151,6 +161,9 @@ class PositionSwitches:
     position_offset: int = switch(
         0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."
     )
+    positions_skip_padding: bool = switch(
+        False, "Learned or sinusoidal positions count real tokens, and padding has position -1 (RoBERTa, M2M-100)."
+    )
     alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
     alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")
     alibi_in_bf16: bool = switch(
@@ -158,6 +171,7 @@ class PositionSwitches:
     )
     relative_attention_num_buckets: int = switch(32, "T5 bias: number of distance buckets.")
     relative_attention_max_distance: int = switch(128, "T5 bias: distance from which on all share the last bucket.")
+    relative_attention_shared: bool = switch(True, "T5 bias: one table for all layers; else one a layer (umT5).")
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -255,6 +269,10 @@ class NormSwitches:
     )
     final_norm: bool = switch(True, "A norm after the last block.")
     embedding_norm: bool = switch(False, "A norm after the embedding (BLOOM).")
+    first_attention_norm: bool = switch(
+        True,
+        "The norm before the first layer's attention; ModernBERT has none, the embedding's norm being just before.",
+    )
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -275,9 +293,24 @@ class EndSwitches:
     embedding_scale: Number = switch(
         1.0, "Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."
     )
+    embedding_size: int | None = switch(
+        None, "Width of a factorised embedding, brought to hidden_size by a projection (ALBERT). None: hidden_size."
+    )
     type_vocab_size: int = switch(0, "Rows of a token-type (segment) embedding; 0: none.")
     tie_word_embeddings: bool = switch(False, "The output head is the embedding's transpose (arXiv 1608.05859).")
     lm_head_bias: bool = switch(False, "Bias on the output head.")
+    lm_head_transform: bool = switch(False, "Dense, activation and norm before the output head (BERT).")
+    head_act: str | None = switch(None, "Activation of that transform and of the classifier's. None: `hidden_act`.")
+    head_bias: bool = switch(True, "Biases of those two dense layers.")
+    pooler: bool = switch(False, "Encoder: a dense layer with tanh on the first token (BERT).")
+    classifier_pooling: ClassifierPooling = switch(
+        "last", "What a sequence classifier reads: the last real token, the first, their mean, or the pooler's output."
+    )
+    classifier_dense: bool = switch(False, "A dense layer with `classifier_act` before the classifier (RoBERTa).")
+    classifier_act: str = switch("tanh", "Activation of the classifier's dense layer.")
+    classifier_norm: bool = switch(False, "A norm after it (ModernBERT).")
+    classifier_bias: bool = switch(False, "Bias of the task heads' last layer.")
+    classifier_dropout: Number = switch(0.0, "Dropout before the task heads' layers, in training.")
     logit_scale: Number = switch(1.0, "Factor on the logits (Command R).")
     final_logit_softcapping: Number | None = switch(None, "Bound c on the logits, c * tanh(logit / c) (Gemma 2).")
 
@@ -289,6 +322,7 @@ class TrainingSwitches:
     pad_token_id: int | None = switch(None, "Padding token.")
     bos_token_id: int | None = switch(None, "First token.")
     eos_token_id: int | list[int] | None = switch(None, "Token, or tokens, that end a text.")
+    decoder_start_token_id: int | None = switch(None, "Encoder-decoder: the decoder's first token.")
     converted_from: dict[str, Any] | None = switch(
         None,
         "Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that "
@@ -314,7 +348,6 @@ class LlmArchConfig(
     Raises:
         ValueError: for a combination that cannot be, naming the fields (`RULES`, `NEEDS`); for an unknown keyword
             that is close to a field's name; for RoPE bases that disagree.
-        NotImplementedError: for a switch whose machinery is not there yet (`PENDING`).
         huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type or off the list.
     """
 
@@ -341,6 +374,9 @@ class LlmArchConfig(
             self.layer_types = [self._only_layer_type()] * self.num_hidden_layers
         if self.num_experts is not None and self.mlp_layer_types is None:
             self.mlp_layer_types = ["sparse"] * self.num_hidden_layers
+        self.is_encoder_decoder = self.topology == "encoder-decoder"
+        # An encoder sees the whole text at once: there is nothing to cache.
+        self.use_cache = self.use_cache and self.topology != "encoder"
         # Instance attributes: TRL reads `auto_map` without a default, and a class attribute is not saved.
         self.auto_map = dict(AUTO_MAP)
         kwargs.pop("auto_map", None)
@@ -371,6 +407,36 @@ class LlmArchConfig(
     def query_key_head_dim(self) -> int:
         """Width over which q.k is summed."""
         return self.qk_head_dim or self.head_dim
+
+    def source_config(self) -> "LlmArchConfig":
+        """The encoder's own config: this one, as an encoder, with what `source_stack` says."""
+        values = {f.name: getattr(self, f.name) for f in self.switches()}
+        overrides = dict(self.source_stack or {})
+        if "num_hidden_layers" in overrides:
+            values |= {"layer_types": None, "mlp_layer_types": None}
+        values |= {
+            "topology": "encoder",
+            "source_stack": None,
+            "share_source_embeddings": True,
+            "tie_word_embeddings": False,
+        }
+        config = LlmArchConfig(**{**_copy_nested(values), **overrides})
+        config._attn_implementation_internal = self._attn_implementation_internal
+        config._experts_implementation_internal = self._experts_implementation_internal
+        config.dtype = self.dtype
+        return config
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
+        """As the host's; switches given beside a saved config are checked together with it, not set afterwards."""
+        names = {f.name for f in cls.switches()}
+        changed = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        if changed.get("topology", config_dict.get("topology")) != config_dict.get("topology"):
+            logger.warning(
+                f"topology changed from {config_dict.get('topology')!r} to {changed['topology']!r}: "
+                f"{TOPOLOGY_CHANGES[changed['topology']]}"
+            )
+        return super().from_dict({**config_dict, **changed}, **kwargs)
 
     @property
     def shared_width(self) -> int:
@@ -433,8 +499,9 @@ class LlmArchConfig(
         if theta is not None and known is not None and theta != known:
             raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one.")
         # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
-        self.rope_parameters = _copy_nested(self.rope_parameters)
-        if "rope_scaling" in kwargs:
+        if self.rope_parameters is not None:
+            self.rope_parameters = _copy_nested(self.rope_parameters)
+        if kwargs.get("rope_scaling") is not None:
             kwargs["rope_scaling"] = _copy_nested(kwargs["rope_scaling"])
         kwargs = super().convert_rope_params_to_dict(**kwargs)
         for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
@@ -451,8 +518,9 @@ class LlmArchConfig(
     def validate_switches(self) -> None:
         """Refuse combinations that cannot be, and those of which a part would be ignored."""
         refuse_model_wide_overrides(self)
+        if self.topology == "encoder-decoder":
+            self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
-            refuse_pending(config)
             refuse_unused(config)
             for rule in RULES:
                 if not rule.holds(config):
@@ -469,15 +537,25 @@ AUTO_MAP = {
     "AutoConfig": "configuration_llmarch.LlmArchConfig",
     "AutoModel": "modeling_llmarch.LlmArchModel",
     "AutoModelForCausalLM": "modeling_llmarch.LlmArchForCausalLM",
+    "AutoModelForMaskedLM": "modeling_llmarch.LlmArchForMaskedLM",
+    "AutoModelForSeq2SeqLM": "modeling_llmarch.LlmArchForConditionalGeneration",
+    "AutoModelForSequenceClassification": "modeling_llmarch.LlmArchForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_llmarch.LlmArchForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_llmarch.LlmArchForQuestionAnswering",
+}
+
+# What becomes of a model whose saved config said another topology.
+TOPOLOGY_CHANGES: dict[Topology, str] = {
+    "encoder": "every token now sees the whole text, nothing is cached, and the weights have yet to learn it.",
+    "decoder": "a token now sees only those before it.",
+    "encoder-decoder": "the encoder and the cross-attention are new, and begin with fresh weights.",
 }
 
 ROPE_SPELLINGS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
-def _copy_nested(parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-    if parameters is None:
-        return None
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in parameters.items()}
+def _copy_nested(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: int) -> int:
@@ -604,7 +682,7 @@ RULES: tuple[Rule, ...] = (
             and cast(int, c.num_experts) % c.n_group == 0
             and c.topk_group * cast(int, c.num_experts) // c.n_group >= c.num_experts_per_tok
         ),
-        "groups divide the experts evenly, topk_group of them are kept, and those must hold num_experts_per_tok experts.",
+        "groups divide the experts evenly; the topk_group kept of them must hold num_experts_per_tok experts.",
     ),
     Rule(
         ("router_group_score", "num_experts", "n_group"),
@@ -621,8 +699,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("router_type", "topology"),
         lambda c: c.router_type != "expert_choice" or c.topology == "encoder" or not c.use_cache,
-        "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set use_cache=False to "
-        "train one all the same (its loss then leaks the future), or topology='encoder'.",
+        "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set use_cache=False "
+        "to train one all the same (its loss then leaks the future), or topology='encoder'.",
     ),
     Rule(
         ("router_type", "n_group", "router_selection_bias", "overflow"),
@@ -655,6 +733,31 @@ RULES: tuple[Rule, ...] = (
         "the gate needs a shared expert: num_shared_experts or shared_expert_intermediate_size.",
     ),
     Rule(
+        ("topology", "parallel_block"),
+        lambda c: c.topology != "encoder-decoder" or not c.parallel_block,
+        "a parallel block has no place for cross-attention.",
+    ),
+    Rule(
+        ("topology", "attention_chunk_size"),
+        lambda c: c.topology == "decoder" or c.attention_chunk_size is None,
+        "chunked attention is causal; encoders take sliding_window.",
+    ),
+    Rule(
+        ("layer_groups", "topology", "num_hidden_layers"),
+        lambda c: c.layer_groups is None or (c.topology == "encoder" and c.num_hidden_layers % c.layer_groups == 0),
+        "shared blocks are an encoder's (they would share a cache), and must divide the layers evenly.",
+    ),
+    Rule(
+        ("classifier_pooling", "pooler"),
+        lambda c: c.classifier_pooling != "pooler" or c.pooler,
+        "the classifier reads the pooler's output: set pooler=True.",
+    ),
+    Rule(
+        ("share_source_embeddings", "hidden_size", "source_stack"),
+        lambda c: not (c.share_source_embeddings and {"hidden_size", "vocab_size"} & set(c.source_stack or ())),
+        "a shared embedding has one width and one vocabulary; set share_source_embeddings=False.",
+    ),
+    Rule(
         ("swish_beta", "hidden_act"),
         lambda c: c.swish_beta is None or c.hidden_act in ("silu", "swish"),
         "swish_beta is the beta of silu; set hidden_act='silu'.",
@@ -683,6 +786,12 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "relative_attention_num_buckets": equals("position_encoding", "relative_bias"),
     "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
     "parallel_norms": equals("parallel_block", True),
+    "source_stack": equals("topology", "encoder-decoder"),
+    "share_source_embeddings": equals("topology", "encoder-decoder"),
+    "pooler": equals("topology", "encoder"),
+    "first_attention_norm": equals("norm_placement", "pre", "sandwich"),
+    "positions_skip_padding": equals("position_encoding", "learned", "sinusoidal"),
+    "relative_attention_shared": equals("position_encoding", "relative_bias"),
     **{
         f.name: ("num_experts", lambda c: c.num_experts is not None)
         for f in fields(ExpertSwitches)
@@ -690,18 +799,12 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     },
 }
 
-# Switches whose machinery is not there yet: refused at construction, never silently ignored.
-PENDING: dict[str, Callable[[Any], bool]] = {
-    "topology": lambda value: value != "decoder",
-    "type_vocab_size": lambda value: value != 0,
-}
-
-
 # What the model has once, whatever its layers do.
 MODEL_WIDE = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
     *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
-    *("final_norm", "embedding_norm", "embedding_dropout", "mla_cache"),
+    *("final_norm", "embedding_norm", "embedding_dropout", "mla_cache", "source_stack", "share_source_embeddings"),
+    *("layer_groups", "first_attention_norm"),
 }
 
 
@@ -717,15 +820,9 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
     for i, (kind, layer) in enumerate(zip(config.layer_types, layers, strict=False)):
         if widths.setdefault(kind, layer.rotary_head_dim) != layer.rotary_head_dim:
             raise ValueError(
-                f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from the other {kind} layers'; positions "
+                f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from other {kind} layers'; positions "
                 "are prepared once a layer type, so all layers of a type need one head width."
             )
-
-
-def refuse_pending(config: LlmArchConfig) -> None:
-    for name, is_pending in PENDING.items():
-        if is_pending(getattr(config, name)):
-            raise NotImplementedError(f"{name}={getattr(config, name)!r} is declared, but not built in this version.")
 
 
 def refuse_unused(config: LlmArchConfig) -> None:

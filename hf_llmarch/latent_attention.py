@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
@@ -61,6 +61,8 @@ class LatentAttention(ScoredAttention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
         lead = hidden_states.shape[:-1]
         q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)

@@ -1,28 +1,38 @@
 """The models: one base model, and a class for each task. Parts are chosen in `__init__`; `forward` holds no switch."""
 
+import copy
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
+    BaseModelOutput,
+    BaseModelOutputWithPastAndCrossAttentions,
+    BaseModelOutputWithPooling,
     CausalLMOutputWithPast,
+    MaskedLMOutput,
     MoeCausalLMOutputWithPast,
     MoeModelOutputWithPast,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
-from .attention import ScoredAttention, refuse_backend, unhonoured
+from .attention import CrossAttention, ScoredAttention, refuse_backend, unhonoured
 from .block import Block, block
-from .compat import CACHE, MASKS
+from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay
 from .configuration_llmarch import LlmArchConfig
-from .embeddings import Scale, SoftCap, chain, dropout, token_embedding
+from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
+from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .norms import norm
 from .positions import PADDING, POSITIONS
 
@@ -37,22 +47,25 @@ def layer_masks(
     """One mask for each layer type in use, in the form that the attention implementation takes."""
     if isinstance(attention_mask, dict):
         return attention_mask
-    return {
-        kind: MASKS[kind](
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **{CACHE: cache},
-        )
-        for kind in dict.fromkeys(config.layer_types)
-    }
+    given = {"config": config, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+    kinds = dict.fromkeys(config.layer_types)
+    if config.topology == "encoder":
+        overlay = packed_overlay(position_ids) if attention_mask is None else None
+        return {kind: BIDIRECTIONAL_MASKS[kind](and_mask_function=overlay, **given) for kind in kinds}
+    return {kind: MASKS[kind](position_ids=position_ids, **{CACHE: cache}, **given) for kind in kinds}
+
+
+def real_tokens(attention_mask: Any, length: int) -> torch.Tensor | None:
+    """`(batch, length)`, True where the mask says that one of the newest tokens is not padding; None: all are real."""
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        return attention_mask[:, -length:].bool()
+    return None
 
 
 def by_share_of_labels(rows: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
     """The mean of a loss `(batch,)` a row, each row weighted by its labels: like the token loss, the sum over a step's
     micro-batches does not depend on how the step is split."""
-    items = (labels[:, 1:] != -100).sum(-1).to(rows.device)
+    items = (labels != -100).sum(-1).to(rows.device)
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
 
 
@@ -62,12 +75,13 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     config: LlmArchConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block", "ParallelBlock", "SharedNormParallelBlock"]
+    _no_split_modules = ["Block", "ParallelBlock", "SharedNormParallelBlock", "CrossBlock"]
     _skip_keys_device_placement = [CACHE]
     _supports_attention_backend = True
     _can_record_outputs = {
         "hidden_states": Block,
-        "attentions": ScoredAttention,
+        "attentions": OutputRecorder(ScoredAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(CrossAttention, index=1),
         "router_logits": OutputRecorder(Router, index=0),
     }
     # A router's bias moves by small steps that bf16 cannot hold.
@@ -111,21 +125,40 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         else:
             cast(Any, module).init_weights(self.config.initializer_range)
 
+    def routers(self) -> list[Router]:
+        """The routers of the sparse layers, in the order of `router_logits`."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
 
 class LlmArchModel(LlmArchPreTrainedModel):
-    """Embedding, blocks and final norm, without a head."""
+    """Embedding, blocks and final norm, without a head; an encoder-decoder is a decoder with an `encoder` to read."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        width = config.embedding_size or config.hidden_size
         self.embed_tokens = token_embedding(config)
+        self.embed_types = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.embed_positions = POSITIONS[config.position_encoding](config)
-        self.embed_norm = chain(norm(config) if config.embedding_norm else None)
+        self.embed_norm = chain(norm(config, width) if config.embedding_norm else None)
         self.embed_dropout = chain(dropout(config.embedding_dropout))
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
+        self.embed_projection = chain(nn.Linear(width, config.hidden_size) if config.embedding_size else None)
+        self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
+        self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
         self.norm = chain(norm(config) if config.final_norm else None)
+        self.pooler = Pooler(config) if config.pooler else None
+        self.without_position = set(config.nope_layers or ())
+        self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
+        if self.encoder is not None and config.share_source_embeddings:
+            self._tied_weights_keys = {"encoder.embed_tokens.weight": "embed_tokens.weight"}
         self.gradient_checkpointing = False
-        self.output_class = BaseModelOutputWithPast if config.num_experts is None else MoeModelOutputWithPast
         self.post_init()
+        if self.encoder is not None:
+            # On both stacks at once: the host, asked by one after the other, would record the encoder twice.
+            maybe_install_capturing_hooks(self)
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """One embedding for two stacks, tied whether or not the head is (where the host would stop)."""
+        return dict(self._tied_weights_keys or {})
 
     @merge_with_config_defaults
     @capture_outputs
@@ -137,58 +170,110 @@ class LlmArchModel(LlmArchPreTrainedModel):
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
+    ) -> BaseModelOutput:
         """
         Args:
-            input_ids: `(batch, length)`; or give `inputs_embeds` `(batch, length, hidden_size)`, before scaling.
+            input_ids: `(batch, length)`; or give `inputs_embeds` `(batch, length, width)`, before positions.
             attention_mask: `(batch, past + length)`, 1 where a token is real; a 4-D mask is used as it is; a dict holds
                 one mask a layer type.
             position_ids: `(batch, length)`. None: counted on from the cache. Sequences that restart at 0 within a row
                 are documents packed together, and do not see each other when neither mask nor cache is given.
             cache: keys and values so far; also accepted as `past_key_values`, its name before transformers 5.24.
+            token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
+            encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads.
+            encoder_attention_mask: `(batch, source length)`, its padding.
+            decoder_input_ids: encoder-decoder: the decoder's tokens. With them, `input_ids` and `attention_mask` are
+                the encoder's, which is run first.
+            decoder_attention_mask: as `attention_mask`, for them.
 
         Returns:
-            `last_hidden_state` `(batch, length, hidden_size)` and the cache.
+            `last_hidden_state` `(batch, length, hidden_size)`, the cache, and with a pooler `pooler_output`.
 
         Raises:
-            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when the attention
-                implementation set on the config would ignore one of its switches.
+            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when an encoder-decoder has
+                nothing to read; when the attention implementation set on the config would ignore one of its switches.
         """
+        encoded = None
+        if decoder_input_ids is not None and self.encoder is not None:
+            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds)
+            encoder_hidden_states, encoder_attention_mask = encoded.last_hidden_state, cast(Any, attention_mask)
+            input_ids, attention_mask, inputs_embeds = decoder_input_ids, decoder_attention_mask, None
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         refuse_backend(self.config, self.config._attn_implementation)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         given = cache if cache is not None else past_key_values
-        past = given
-        if use_cache and past is None:
-            past = DynamicCache(config=self.config)
+        past = given if given is not None or not use_cache else self.new_cache()
         # A cache made by this very call is empty: the masks are the same without it, and packed documents are seen.
         masks = layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
+        real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if position_ids is None:
-            seen = given.get_seq_length() if given is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + seen)[None]
+            position_ids = self.count_positions(inputs_embeds, input_ids, given)
 
-        real_tokens = None
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-            real_tokens = attention_mask[:, -inputs_embeds.shape[1] :].bool()
-        x = self.embed_dropout(self.embed_norm(self.embed_positions.embed(inputs_embeds, position_ids)))
+        x = inputs_embeds
+        if self.embed_types is not None:
+            x = x + self.embed_types(torch.zeros_like(position_ids) if token_type_ids is None else token_type_ids)
+        x = self.embed_norm(self.embed_positions.embed(x, position_ids))
+        x = self.embed_projection(self.embed_dropout(x))
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
-        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            x = layer(
+        # Positional, so that reentrant gradient checkpointing carries gradients to the encoder.
+        source = self.source(x, encoder_hidden_states, encoder_attention_mask)
+        for i, kind in enumerate(self.config.layer_types):
+            x = self.layers[i // self.runs_in_a_row](
                 x,
-                real_tokens=real_tokens,
+                *source,
+                real_tokens=real,
                 attention_mask=masks[kind],
                 position_ids=position_ids,
                 use_cache=use_cache,
                 **{CACHE: past},
-                **state.get(kind, {}),
+                **({} if i in self.without_position else state.get(i, state.get(kind, {}))),
                 **kwargs,
             )
-        outputs: dict[str, Any] = {CACHE: past}
-        return self.output_class(last_hidden_state=self.norm(x), **outputs)
+        return self.output(self.norm(x), past, encoded)
+
+    def new_cache(self) -> Cache:
+        own = DynamicCache(config=self.config)
+        return own if self.encoder is None else EncoderDecoderCache(own, DynamicCache())
+
+    def count_positions(
+        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor | None, cache: Cache | None
+    ) -> torch.Tensor:
+        """`(1 or batch, length)`: on from the cache; of real tokens alone where the config says so."""
+        past = cache.get_seq_length() if cache is not None else 0
+        if self.config.positions_skip_padding and input_ids is not None:
+            real = torch.ne(input_ids, cast(int, self.config.pad_token_id)).long()
+            return (real.cumsum(-1) + past) * real - 1
+        return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
+
+    def source(
+        self, x: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What a decoder's layers get of the encoder: its states and the mask over them. Nothing without an encoder."""
+        if self.encoder is None:
+            return ()
+        if states is None:
+            raise ValueError("An encoder-decoder reads an encoder: give decoder_input_ids, or encoder_hidden_states.")
+        full = BIDIRECTIONAL_MASKS["full_attention"]
+        mask = full(config=self.config, inputs_embeds=x, attention_mask=mask, encoder_hidden_states=states)
+        return states, mask
+
+    def output(self, x: torch.Tensor, cache: Cache | None, encoded: BaseModelOutput | None) -> Any:
+        fields: dict[str, Any] = {"last_hidden_state": x, CACHE: cache}
+        if encoded is not None:
+            return Seq2SeqModelOutput(**fields, encoder_last_hidden_state=encoded.last_hidden_state)
+        if self.pooler is not None:
+            return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=self.pooler(x))
+        dense = self.config.num_experts is None
+        return (BaseModelOutputWithPastAndCrossAttentions if dense else MoeModelOutputWithPast)(**fields)
 
 
 class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
@@ -200,18 +285,12 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = LlmArchModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
-        cap = config.final_logit_softcapping
-        self.logits = chain(
-            Scale(config.logit_scale) if config.logit_scale != 1.0 else None, SoftCap(cap) if cap is not None else None
-        )
+        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
+        self.lm_head = output_head(config)
+        self.logits = logits_transform(config)
         self.balances = bool(config.num_experts and (config.router_aux_loss_coef or config.router_z_loss_coef))
         self.output_class = CausalLMOutputWithPast if config.num_experts is None else MoeCausalLMOutputWithPast
         self.post_init()
-
-    def routers(self) -> list[Router]:
-        """The routers of the sparse layers, in the order of `router_logits`."""
-        return [module for module in self.modules() if isinstance(module, Router)]
 
     @staticmethod
     def create_masks_for_generate(
@@ -271,7 +350,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.logits(self.lm_head(outputs.last_hidden_state[:, kept]))
+        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state[:, kept])))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -283,13 +362,359 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         }
         router_logits = outputs.get("router_logits")
         if router_logits:
-            real = torch.ones(logits.shape[0], router_logits[0].shape[0] // logits.shape[0], device=logits.device)
-            if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-                real = attention_mask[:, -real.shape[1] :]
-            balance = balance_loss(self.routers(), router_logits, real.bool(), self.config.router_aux_loss_scope)
+            batch, length = outputs.last_hidden_state.shape[:2]
+            real = real_tokens(attention_mask, length)
+            real = torch.ones(batch, length, dtype=torch.bool, device=logits.device) if real is None else real
+            balance = balance_loss(self.routers(), router_logits, real, self.config.router_aux_loss_scope)
             if labels is not None and balances:
                 rows = self.config.router_aux_loss_coef * balance
-                rows = rows + self.config.router_z_loss_coef * z_loss(router_logits, real.bool())
-                loss = cast(torch.Tensor, loss) + by_share_of_labels(rows, labels, kwargs.get("num_items_in_batch"))
+                rows = rows + self.config.router_z_loss_coef * z_loss(router_logits, real)
+                share = by_share_of_labels(rows, labels[:, 1:], kwargs.get("num_items_in_batch"))
+                loss = cast(torch.Tensor, loss) + share
             results |= {"aux_loss": balance.mean(), "router_logits": router_logits}
         return self.output_class(loss=loss, **results)
+
+
+class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
+    """An encoder-decoder with a head over the vocabulary, for translation and the like."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LlmArchConfig):
+        if config.topology != "encoder-decoder":
+            raise ValueError(f"topology={config.topology!r}: conditional generation needs topology='encoder-decoder'.")
+        super().__init__(config)
+        self.model = LlmArchModel(config)
+        self.lm_head = output_head(config)
+        self.logits = logits_transform(config)
+        self.post_init()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels moved one to the right behind the start token, padding in place of -100.
+
+        Raises:
+            ValueError: where the config names no start token.
+        """
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None:
+            raise ValueError("decoder_start_token_id is None: set it on the config, labels are shifted behind it.")
+        shifted = torch.cat((torch.full_like(labels[:, :1], start), labels[:, :-1]), dim=-1)
+        return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+        # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, EncoderDecoderCache) and not getattr(cache, "_is_user_defined", False):
+            if isinstance(cache.cross_attention_cache, StaticCache):
+                full = copy.deepcopy(self.config)
+                full.layer_types, full.sliding_window = ["full_attention"] * full.num_hidden_layers, None
+                source = model_kwargs["encoder_outputs"].last_hidden_state.shape[1]
+                cast(Any, cache).cross_attention_cache = StaticCache(config=full, max_cache_len=source)
+            else:
+                cache.cross_attention_cache = DynamicCache()
+        return result
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        decoder_inputs_embeds: torch.Tensor | None = None,
+        decoder_position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """
+        Args:
+            input_ids: `(batch, source length)`, with `attention_mask`; or `encoder_outputs`, once they are known.
+            decoder_input_ids: `(batch, length)`. None: made from `labels`.
+            labels: `(batch, length)`, what the decoder is to say, not shifted; -100 is ignored.
+            num_items_in_batch: divide the summed loss by it, so that gradient accumulation is exact.
+
+        Returns:
+            `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache, the encoder's outputs.
+        """
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        balances = self.training and labels is not None and bool(self.config.num_experts)
+        wanted["output_router_logits"] = output_router_logits or balances
+        if encoder_outputs is None:
+            encoder_outputs = cast(Any, self.model.encoder)(
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, **wanted
+            )
+        elif not isinstance(encoder_outputs, ModelOutput):
+            encoder_outputs = BaseModelOutput(*cast(Any, encoder_outputs))
+        encoded = cast(BaseModelOutput, encoder_outputs)
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            if labels is None:
+                raise ValueError("Give decoder_input_ids, or labels to make them from.")
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids=decoder_input_ids,
+            attention_mask=decoder_attention_mask,
+            position_ids=decoder_position_ids,
+            inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            cache=cache,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **wanted,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.logits(self.lm_head(outputs.last_hidden_state[:, kept]))
+        loss = None
+        if labels is not None:
+            # The labels are in place already; the host's loss of this name would shift them once more.
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                shift_labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        if balances and labels is not None:
+            loss = cast(torch.Tensor, loss) + self.auxiliary_loss(
+                encoded, outputs, attention_mask, decoder_attention_mask, labels, num_items_in_batch
+            )
+        results: dict[str, Any] = {
+            "decoder_hidden_states": outputs.hidden_states,
+            "decoder_attentions": outputs.attentions,
+            "cross_attentions": outputs.get("cross_attentions"),
+            "encoder_last_hidden_state": encoded.last_hidden_state,
+            "encoder_hidden_states": encoded.get("hidden_states"),
+            "encoder_attentions": encoded.get("attentions"),
+            CACHE: outputs.get(CACHE),
+        }
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
+
+    def auxiliary_loss(
+        self,
+        encoded: ModelOutput,
+        decoded: ModelOutput,
+        source_mask: torch.Tensor | None,
+        mask: Any,
+        labels: torch.Tensor,
+        num_items: torch.Tensor | int | None,
+    ) -> torch.Tensor:
+        """The balance and z-losses of both stacks, weighted as the config says."""
+        total = torch.zeros((), device=labels.device)
+        encoder = cast(LlmArchModel, self.model.encoder)
+        routers = {"encoder": encoder.routers(), "decoder": [r for r in self.routers() if r not in encoder.routers()]}
+        for name, outputs, given in (("encoder", encoded, source_mask), ("decoder", decoded, mask)):
+            logits = outputs.get("router_logits")
+            if not logits:
+                continue
+            length = logits[0].shape[0] // labels.shape[0]
+            real = real_tokens(given, length)
+            if real is None:
+                real = torch.ones(labels.shape[0], length, dtype=torch.bool, device=labels.device)
+            balance = balance_loss(routers[name], logits, real, self.config.router_aux_loss_scope)
+            rows = self.config.router_aux_loss_coef * balance + self.config.router_z_loss_coef * z_loss(logits, real)
+            total = total + by_share_of_labels(rows, labels, num_items)
+        return total
+
+
+class LlmArchForMaskedLM(LlmArchPreTrainedModel):
+    """The base model with a head over the vocabulary, for filling in masked tokens."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.model = LlmArchModel(config)
+        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
+        self.lm_head = output_head(config)
+        self.logits = logits_transform(config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """`labels (batch, length)` are the tokens behind the masks, -100 elsewhere; `logits (batch, length, vocab)`."""
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            **kwargs,
+        )
+        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
+    """The base model with a class for a text; regression, single- or multi-label by `problem_type`."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LlmArchModel(config)
+        self.pool = POOLINGS[config.classifier_pooling]
+        self.head = classifier_transform(config)
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """`labels (batch,)` are classes, or numbers for regression; `(batch, num_labels)` for several labels.
+
+        Returns `logits (batch, num_labels)`.
+
+        Raises:
+            ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`).
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        x = outputs.last_hidden_state
+        real = self.real(x, input_ids, attention_mask)
+        logits = self.score(self.head(self.pool(x, outputs.get("pooler_output"), real)))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+    def real(
+        self, x: torch.Tensor, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`(batch, length)`, True where a token is not padding: by the mask, else by the padding token."""
+        known = real_tokens(attention_mask, x.shape[1])
+        if known is not None:
+            return known
+        if input_ids is not None and self.config.pad_token_id is not None:
+            return input_ids != self.config.pad_token_id
+        if x.shape[0] > 1 and input_ids is not None and self.config.classifier_pooling in ("last", "mean"):
+            raise ValueError("A batch of several texts needs an attention_mask, or a pad_token_id in the config.")
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+
+
+class LlmArchForTokenClassification(LlmArchPreTrainedModel):
+    """The base model with a class for each token."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = LlmArchModel(config)
+        self.dropout = chain(dropout(config.classifier_dropout))
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """`labels (batch, length)`, -100 is ignored; `logits (batch, length, num_labels)`."""
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(self.dropout(outputs.last_hidden_state))
+        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
+    """The base model with the start and the end of an answer in the text."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.model = LlmArchModel(config)
+        self.dropout = chain(dropout(config.classifier_dropout))
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """`start_positions` and `end_positions` `(batch,)` are token indices; returns a logit a token for each."""
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        start, end = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start.contiguous(),
+            end_logits=end.contiguous(),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )

@@ -6,7 +6,7 @@ Shapes: `B` batch, `T` query, `S` key, `H` heads, `D` head width, `R` rotated ch
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 from .configuration_llmarch import LlmArchConfig, PositionEncoding
 
-# What `prepare` returns: for each layer type, the keyword arguments its layers get.
-State = dict[str, dict[str, Any]]
+# What `prepare` returns: for each layer type, or layer index, the keyword arguments its layers get.
+State = dict[str | int, dict[str, Any]]
 # Beside the masks by layer type, the 2-D padding mask that they were made from.
 PADDING = "padding"
 Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
@@ -58,7 +58,8 @@ class LearnedPositions(Positions, nn.Embedding):
     """A learned row a position; the table has `position_offset` rows before position 0."""
 
     def __init__(self, config: LlmArchConfig):
-        nn.Embedding.__init__(self, config.max_position_embeddings + config.position_offset, config.hidden_size)
+        width = config.embedding_size or config.hidden_size
+        nn.Embedding.__init__(self, config.max_position_embeddings + config.position_offset, width)
         self.offset = config.position_offset
 
     def embed(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class SinusoidalPositions(Positions):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.offset, self.width = config.position_offset, config.hidden_size
+        self.offset, self.width = config.position_offset, config.embedding_size or config.hidden_size
         self.interleaved = config.sinusoidal_layout == "interleaved"
         self.register_buffer("inv_freq", self.frequencies(), persistent=False)
 
@@ -252,20 +253,23 @@ class ScoreBias(Positions):
         """`(H, T, S)` for key index minus query index `(T, S)`."""
         raise NotImplementedError(f"{type(self).__name__} must say its bias")
 
+    def biases(self, distances: dict[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
+        """The bias of each layer type, given its distances."""
+        return {kind: self.bias(distance) for kind, distance in distances.items()}
+
     def prepare(
         self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
     ) -> State:
-        length, state = x.shape[1], {}
+        length, distances = x.shape[1], {}
         for kind, layer in self.first_layer.items():
             keys, first_key = (length, 0) if cache is None else cache.get_mask_sizes(length, layer)
             query_index = torch.arange(length, device=x.device) + (0 if cache is None else cache.get_seq_length(layer))
-            key_index = torch.arange(keys, device=x.device) + first_key
-            state[kind] = {"position_bias": self.bias(key_index - query_index[:, None]).to(x.dtype)[None]}
-        return state
+            distances[kind] = torch.arange(keys, device=x.device) + first_key - query_index[:, None]  # (T, S)
+        return {key: {"position_bias": bias.to(x.dtype)[None]} for key, bias in self.biases(distances).items()}
 
 
 class AlibiPositions(ScoreBias):
-    """slope * (key - query), arXiv 2108.12409: closer keys score higher, at a rate of each head's own."""
+    """-slope * distance, arXiv 2108.12409: closer keys score higher, at a rate of each head's own."""
 
     slopes: torch.Tensor
 
@@ -281,7 +285,7 @@ class AlibiPositions(ScoreBias):
         init.copy_(self.slopes, alibi_slopes(self.heads, self.bias_max))
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor:
-        return self.slopes.float()[:, None, None] * (distance * self.factor)
+        return self.slopes.float()[:, None, None] * (-distance.abs() * self.factor)
 
     def prepare(
         self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
@@ -301,7 +305,8 @@ class AlibiPositions(ScoreBias):
             raise ValueError(
                 "alibi_in_bf16=True counts real tokens, so it needs the 2-D attention mask, not a 4-D one."
             )
-        length, state = x.shape[1], {}
+        length = x.shape[1]
+        state: State = {}
         for kind, layer in self.first_layer.items():
             keys, first_key = (length, 0) if cache is None else cache.get_mask_sizes(length, layer)
             if attention_mask is None:
@@ -324,25 +329,38 @@ def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:
 
 
 class RelativeBias(ScoreBias):
-    """T5's learned bias a head and a bucket of distances, shared by all layers, arXiv 1910.10683."""
+    """T5's learned bias a head and a bucket of distances, for all layers or a layer, arXiv 1910.10683."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.buckets = config.relative_attention_num_buckets
-        self.max_distance = config.relative_attention_max_distance
-        self.relative_attention_bias = nn.Embedding(self.buckets, config.num_attention_heads)
+        self.buckets, self.max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
+        self.bidirectional = config.topology == "encoder"
+        self.kinds, self.shared = config.layer_types, config.relative_attention_shared
+        tables = (nn.Embedding(self.buckets, config.num_attention_heads) for _ in self.kinds)
+        self.relative_attention_bias: nn.Module = next(tables) if self.shared else nn.ModuleList(tables)
 
-    def bias(self, distance: torch.Tensor) -> torch.Tensor:
-        buckets = causal_buckets(distance, self.buckets, self.max_distance)
-        return self.relative_attention_bias(buckets).permute(2, 0, 1)
+    def biases(self, distances: dict[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
+        buckets = {
+            kind: relative_buckets(distance, self.buckets, self.max_distance, self.bidirectional)
+            for kind, distance in distances.items()
+        }
+        if self.shared:
+            return {kind: self.relative_attention_bias(bucket).permute(2, 0, 1) for kind, bucket in buckets.items()}
+        tables = cast(nn.ModuleList, self.relative_attention_bias)
+        return {i: tables[i](buckets[kind]).permute(2, 0, 1) for i, kind in enumerate(self.kinds)}
 
 
-def causal_buckets(distance: torch.Tensor, buckets: int, max_distance: int) -> torch.Tensor:
-    """T5's causal buckets: one a distance up to half of them, then logarithmic up to `max_distance`."""
-    back = (-distance).clamp(min=0)
+def relative_buckets(distance: torch.Tensor, buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
+    """T5's buckets: one a distance up to half of them, then logarithmic up to `max_distance`; where keys may come
+    after the query, they have the second half of the buckets to themselves."""
+    side = torch.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        side = (distance > 0) * buckets
+    away = distance.abs() if bidirectional else (-distance).clamp(min=0)
     exact = buckets // 2
-    log = torch.log(back.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
-    return torch.where(back < exact, back, (exact + log.long()).clamp(max=buckets - 1))
+    log = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (buckets - exact)
+    return side + torch.where(away < exact, away, (exact + log.long()).clamp(max=buckets - 1))
 
 
 POSITIONS: dict[PositionEncoding, type[Positions]] = {

@@ -18,9 +18,9 @@ def switches() -> str:
     topics: dict[str, list[tuple[str, ...]]] = {}
     for row in switch_rows():
         default = "null" if row["default"] is None else str(row["default"]).lower()
-        mark = "" if row["available"] else " *(only the default in this version)*"
+        needs = f" Needs {row['needs']}." if row["needs"] else ""
         topics.setdefault(row["topic"], []).append(
-            (f"`{row['name']}`", f"`{row['type']}`", f"`{default}`", row["doc"] + mark)
+            (f"`{row['name']}`", f"`{row['type']}`", f"`{default}`", row["doc"] + needs)
         )
     header = ("field", "type", "default", "meaning")
     return "\n\n".join(f"**{topic.capitalize()}**\n\n{table(header, rows)}" for topic, rows in topics.items())

@@ -230,7 +230,7 @@ def test_switches() -> None:
         "name": "norm_placement",
         "type": "pre | post | sandwich | branch",
         "default": "pre",
-        "available": True,
+        "needs": None,
         "doc": rows["norm_placement"]["doc"],
     }
     assert rows["sliding_window"]["type"] == "int | null"
@@ -238,16 +238,13 @@ def test_switches() -> None:
     assert topics[:3] == ["size", "attention", "position"]
 
 
-def test_switches_are_available_when_the_config_takes_them() -> None:
+def test_what_a_switch_needs_is_told() -> None:
     _, answer = run_json("switches")
-    rows = {row["name"]: row for row in answer["switches"]}
-    samples: dict[str, Any] = {"sliding_window": 8, "qk_norm": "head", "num_experts": 4, "type_vocab_size": 2}
-    for name, value in samples.items():
-        if rows[name]["available"]:
-            LlmArchConfig(**{name: value})
-        else:
-            with pytest.raises(NotImplementedError, match=name):
-                LlmArchConfig(**{name: value})
+    needs = {row["name"]: row["needs"] for row in answer["switches"]}
+    assert needs["alibi_bias_max"] == "position_encoding='alibi'"
+    with pytest.raises(ValueError, match=needs["alibi_bias_max"]):
+        LlmArchConfig(alibi_bias_max=4)
+    LlmArchConfig(alibi_bias_max=4, position_encoding="alibi")
 
 
 def test_switches_of_a_topic() -> None:

@@ -324,6 +324,11 @@ def test_a_single_file_is_refused_with_advice(source: Path, out: Path) -> None:
         convert(source / "model.safetensors", out, progress=False)
 
 
+def test_a_revision_of_a_local_folder_is_refused(source: Path, out: Path) -> None:
+    with pytest.raises(errors.CheckpointError, match="on this disk"):
+        convert(source, out, revision="v1.2", progress=False)
+
+
 def test_each_direction_wants_its_own_side(source: Path, out: Path, tmp_path: Path) -> None:
     convert(source, out, progress=False)
     with pytest.raises(errors.ConversionError, match="llmarch model already"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EXCEPTIONS, MLA, SWITCHES, TRAINING_ONLY, Variant, differs, redraw, text, tiny_config, tiny_model, variants
+from tiny import EXCEPTIONS, MLA, MOE, SWITCHES, TRAINING_ONLY, Variant, differs, redraw, text, tiny_config, tiny_model, variants
 from transformers import AutoModelForCausalLM
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
@@ -133,6 +133,97 @@ def test_norm_weight_in_fp32_is_the_order_of_a_cast(norm_type: str, qk_norm: str
     # In fp32 the cast is none.
     torch.testing.assert_close(logits(before), logits(after), rtol=1e-4, atol=1e-4)
     assert not torch.equal(logits(before.bfloat16()), logits(after.bfloat16()))
+
+
+def test_router_in_fp32_is_the_order_of_a_cast() -> None:
+    before, after = tiny_model(router_in_fp32=True, **MOE), tiny_model(router_in_fp32=False, **MOE)
+    assert torch.equal(logits(before), logits(after))
+    assert not torch.equal(logits(before.bfloat16()), logits(after.bfloat16()))
+
+
+def test_selection_bias_picks_experts_without_weighing_them() -> None:
+    plain, biased = tiny_model(**MOE), tiny_model(router_selection_bias=True, **MOE)
+    assert torch.equal(logits(biased), logits(plain))
+    for layer in biased.model.layers:
+        layer.mlp.gate.e_score_correction_bias.fill_(3.0)
+    assert torch.equal(logits(biased), logits(plain))
+    for layer in biased.model.layers:
+        layer.mlp.gate.e_score_correction_bias[2] = -9.0
+    assert differs(logits(biased), logits(plain))
+    with torch.no_grad():
+        _, weights, indices = biased.model.layers[0].mlp.gate(torch.randn(50, 48))
+    assert not (indices == 2).any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(50))
+
+
+def test_selection_bias_is_saved_in_fp32(tmp_path: Path) -> None:
+    model = tiny_model(router_selection_bias=True, **MOE)
+    values_of_bias = torch.tensor([0.001, 1.001, -0.3, 0.7, 0.12345])
+    for layer in model.model.layers:
+        layer.mlp.gate.e_score_correction_bias.copy_(values_of_bias)
+    model.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        assert torch.equal(again.model.layers[1].mlp.gate.e_score_correction_bias, values_of_bias)
+
+
+def test_bias_update_rate_moves_the_bias_once_an_optimiser_step() -> None:
+    model = tiny_model(router_selection_bias=True, router_bias_update_rate=0.01, **MOE).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    loads = [torch.zeros(5) for _ in gates]
+    for step in range(2):
+        ids = text(seed=step)
+        with torch.no_grad():
+            recorded = model.eval()(ids, output_router_logits=True).router_logits
+        for load, one in zip(loads, recorded, strict=True):
+            load += one.topk(2, dim=-1).indices.flatten().bincount(minlength=5)
+        model.train()(ids, labels=ids).loss.backward()
+        assert all((gate.e_score_correction_bias == 0).all() for gate in gates)
+    optimizer.step()
+    for gate, load in zip(gates, loads, strict=True):
+        torch.testing.assert_close(gate.e_score_correction_bias, 0.01 * torch.sign(load.mean() - load))
+
+
+@pytest.mark.parametrize("name", ["router_aux_loss_coef", "router_z_loss_coef"])
+def test_router_losses_join_the_loss_in_training(name: str) -> None:
+    ids = text()
+
+    def loss(training: bool, **switches: Any) -> float:
+        return tiny_model(**MOE, **switches).train(training)(ids, labels=ids).loss.item()
+
+    plain = loss(True)
+    once, twice = loss(True, **{name: 0.1}) - plain, loss(True, **{name: 0.2}) - plain
+    assert once > 1e-3
+    assert twice == pytest.approx(2 * once, rel=1e-3)
+    assert loss(False, **{name: 0.1}) == pytest.approx(loss(False))
+
+
+def test_router_aux_loss_scope() -> None:
+    ids = text()
+    losses = {
+        scope: tiny_model(**MOE, router_aux_loss_coef=1.0, router_aux_loss_scope=scope).train()(ids, labels=ids).loss.item()
+        for scope in ("sequence", "batch", "model")
+    }
+    assert len({round(loss, 4) for loss in losses.values()}) == 3
+
+
+@pytest.mark.parametrize("switches", [{}, {"ffn_bias": True}, {"ffn_type": "mlp"}], ids=["glu", "biases", "mlp"])
+def test_experts_layouts_compute_the_same(switches: dict[str, Any]) -> None:
+    packed, linear = tiny_model(**MOE, **switches), tiny_model(**MOE, **switches, experts_layout="linear")
+    with torch.no_grad():
+        for one, other in zip(packed.model.layers, linear.model.layers, strict=True):
+            for e, expert in enumerate(other.mlp.experts):
+                for kind in ("", "_bias") if "ffn_bias" in switches else ("",):
+                    leaf = "bias" if kind else "weight"
+                    if hasattr(expert, "gate_proj"):
+                        gate, up = getattr(one.mlp.experts, f"gate_up_proj{kind}")[e].chunk(2)
+                        getattr(expert.gate_proj, leaf).copy_(gate)
+                    else:
+                        up = getattr(one.mlp.experts, f"up_proj{kind}")[e]
+                    getattr(expert.up_proj, leaf).copy_(up)
+                    getattr(expert.down_proj, leaf).copy_(getattr(one.mlp.experts, f"down_proj{kind}")[e])
+    torch.testing.assert_close(logits(linear), logits(packed), rtol=1e-5, atol=1e-6)
 
 
 def test_initializer_range_is_the_spread_of_fresh_weights() -> None:

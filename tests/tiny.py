@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+
+logging.disable_progress_bar()
 
 # Largest deviation, as a fraction of the spread (max - min) of what is expected, and why it is not zero.
 TOLERANCES = {
@@ -23,6 +26,7 @@ TOLERANCES = {
     "absorbed": 1e-5,  # MLA: (q W_UK) c and q (W_UK c) are one number in exact arithmetic
     "native": 1e-5,  # transformers' own class: fused projections, sums in another order
     "double": 5e-6,  # fp32 against float64: angles up to 128 carry an error of 128 * 2^-24
+    "property": 2e-5,  # as "cache", over shapes and scales that nobody chose
     "gradient": 1e-4,  # long sums over batch and length, of numbers of both signs
     "accumulation": 1e-4,  # the same, and AdamW divides by the gradient's own size
 }
@@ -44,6 +48,7 @@ _SIZES: dict[str, Any] = {
 MLA: dict[str, Any] = {
     "attention_type": "mla",
     "num_key_value_heads": 6,
+    "head_dim": 8,  # of the part that is rotated
     "q_lora_rank": 22,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 14,
@@ -137,6 +142,9 @@ MIXED: dict[str, Any] = {
 }
 ALL_FULL = {"layer_types": ["full_attention"] * 3}
 
+MOE: dict[str, Any] = {"num_experts": 5, "moe_intermediate_size": 14}
+GROUPS: dict[str, Any] = {**MOE, "num_experts": 6, "n_group": 3, "topk_group": 2}
+
 # Every architecture switch that is built, with the values to test and the switches they need. What
 # `LlmArchConfig.switches()` has beyond these is in EXCEPTIONS; test_switches proves that nothing is missing.
 SWITCHES: dict[str, list[Variant]] = {
@@ -164,7 +172,7 @@ SWITCHES: dict[str, list[Variant]] = {
     "q_lora_rank": [Variant({**MLA, "q_lora_rank": None}, against=MLA)],
     "kv_lora_rank": [Variant({**MLA, "kv_lora_rank": 5}, against=MLA)],
     "qk_nope_head_dim": [Variant({**MLA, "qk_nope_head_dim": 3}, against=MLA)],
-    "qk_rope_head_dim": [Variant({**MLA, "qk_rope_head_dim": 4}, against=MLA)],
+    "qk_rope_head_dim": [Variant({**MLA, "qk_rope_head_dim": 4, "head_dim": 4}, against=MLA)],
     "latent_norm_eps": values("latent_norm_eps", 0.5, **MLA),
     "attention_bias": [*values("attention_bias", True), *values("attention_bias", True, **MLA)],
     "attention_output_bias": [*values("attention_output_bias", True), *values("attention_output_bias", True, **MLA)],
@@ -297,6 +305,38 @@ SWITCHES: dict[str, list[Variant]] = {
     ],
     "ffn_bias": [*values("ffn_bias", True), *values("ffn_bias", True, ffn_type="mlp")],
     "ffn_multiple_of": values("ffn_multiple_of", 10, intermediate_size=None),
+    "glu_limit": [*values("glu_limit", 0.02), *values("glu_limit", 0.02, **MOE)],
+    "glu_up_offset": [*values("glu_up_offset", 1.0), *values("glu_up_offset", 1.0, **MOE)],
+    "num_experts": [
+        *values("num_experts", 5),
+        Variant({**MOE, "num_experts": 4}, against=MOE),
+    ],
+    "num_experts_per_tok": values("num_experts_per_tok", 1, 3, **MOE),
+    "moe_intermediate_size": values("moe_intermediate_size", 9, num_experts=5),
+    "num_shared_experts": values("num_shared_experts", 2, **MOE),
+    "shared_expert_intermediate_size": values("shared_expert_intermediate_size", 19, **MOE),
+    "shared_expert_gate": values("shared_expert_gate", True, num_shared_experts=1, **MOE),
+    "mlp_layer_types": values("mlp_layer_types", ["dense", "sparse", "sparse"], **MOE),
+    "router_type": values("router_type", "sparsemixer", router_jitter_noise=0.1, **MOE),
+    "router_score": values("router_score", "sigmoid", **MOE),
+    "router_bias": values("router_bias", True, **MOE),
+    "norm_topk_prob": values("norm_topk_prob", False, **MOE),
+    "routed_scaling_factor": values("routed_scaling_factor", 2.5, **MOE),
+    "n_group": [Variant(GROUPS, against={**MOE, "num_experts": 6})],
+    "topk_group": [Variant({**GROUPS, "topk_group": 1}, against=GROUPS)],
+    "router_group_score": values("router_group_score", "top2", router_score="sigmoid", **GROUPS),
+    "router_jitter_noise": values("router_jitter_noise", 0.3, **MOE),
+    "capacity_factor": [
+        # An expert's room is a share of the tokens that a forward sees. With room for all of them, pieces agree.
+        Variant({**MOE, "capacity_factor": 0.8}, against=MOE, decoding={"capacity_factor": 5}),
+    ],
+    "overflow": [
+        Variant(
+            {**MOE, "capacity_factor": 0.8, "overflow": "next_best"},
+            against={**MOE, "capacity_factor": 0.8},
+            decoding={"capacity_factor": 5},
+        ),
+    ],
     "norm_type": values("norm_type", "layernorm"),
     "norm_placement": [
         *values("norm_placement", "post", "sandwich", "branch"),
@@ -332,12 +372,19 @@ SWITCHES: dict[str, list[Variant]] = {
 }
 
 # Read in training alone, so that is where they must change the output.
-TRAINING_ONLY = {"attention_dropout", "hidden_dropout", "embedding_dropout"}
+TRAINING_ONLY = {"attention_dropout", "hidden_dropout", "embedding_dropout", "router_jitter_noise"}
 
 # The architecture fields that are not in SWITCHES, and why.
 EXCEPTIONS: dict[str, str] = {
     "mla_cache": "what is cached, not what is computed: test_latent_attention",
     "norm_weight_in_fp32": "the order of a cast, so seen in bf16 alone: test_switches",
+    "router_in_fp32": "the order of a cast, so seen in bf16 alone: test_switches",
+    "router_selection_bias": "begins at zero and is no parameter: test_switches",
+    "router_bias_update_rate": "acts after a step of an optimiser: test_switches",
+    "router_aux_loss_coef": "part of the loss: test_switches",
+    "router_aux_loss_scope": "part of the loss: test_switches",
+    "router_z_loss_coef": "part of the loss: test_switches",
+    "experts_layout": "how experts are stored, not what they compute: test_switches",
     "initializer_range": "how parameters begin: test_switches",
     "use_cache": "whether a cache is returned: test_cache",
     "pad_token_id": "a token's meaning: test_switches",

@@ -9,6 +9,7 @@ MODULES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "helium"),
     *("phi3", "phi", "stablelm", "starcoder2", "cohere", "cohere2"),
     *("openai_gpt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
 )
 
 

@@ -138,9 +138,9 @@ LAYER_TYPES: list[Entry] = [
 ]
 
 HEAD: list[Rule] = [*weight("model.embed_tokens", "model.embed_tokens"), *both("lm_head", "lm_head")]
-ATTENTION: list[Rule] = [rule for part in "qkvo" for rule in both(*[f"{LAYER}.self_attn.{part}_proj"] * 2)]
-QK_NORM: list[Rule] = [rule for part in "qk" for rule in weight(*[f"{LAYER}.self_attn.{part}_norm"] * 2)]
-MLP: list[Rule] = [rule for part in ("gate", "up", "down") for rule in both(*[f"{LAYER}.mlp.{part}_proj"] * 2)]
+ATTENTION: list[Rule] = [rule for part in "qkvo" for rule in both(f"{LAYER}.self_attn.{part}_proj")]
+QK_NORM: list[Rule] = [rule for part in "qk" for rule in weight(f"{LAYER}.self_attn.{part}_norm")]
+MLP: list[Rule] = [rule for part in ("gate", "up", "down") for rule in both(f"{LAYER}.mlp.{part}_proj")]
 PRE_NORMS: list[Rule] = [
     *both(f"{LAYER}.input_layernorm", f"{LAYER}.attn_norm.pre"),
     *both(f"{LAYER}.post_attention_layernorm", f"{LAYER}.mlp_norm.pre"),

@@ -1,4 +1,4 @@
-"""GPT-J: attention and feed-forward in parallel behind one norm, interleaved RoPE on part of a head. EleutherAI 2021."""
+"""GPT-J: attention and feed-forward in parallel behind one norm, interleaved partial RoPE. EleutherAI 2021."""
 
 from typing import Any
 

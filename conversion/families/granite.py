@@ -1,8 +1,23 @@
 """Granite 3: LLaMA with a factor on embeddings, branches, scores and logits. IBM 2024."""
 
-from ..relation import Derived, Field
+from ..relation import Derived, Entry, Field
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
+
+MULTIPLIERS: list[Entry] = [
+    Field("embedding_multiplier", "embedding_scale"),
+    Field("residual_multiplier", "residual_scale"),
+    Derived(
+        ("attention_multiplier",),
+        to_ours=lambda native: {"attention_scale": native.attention_multiplier},
+        to_theirs=lambda config: {"attention_multiplier": config.attention_scale or config.head_dim**-0.5},
+    ),
+    Derived(
+        ("logits_scaling",),
+        to_ours=lambda native: {"logit_scale": 1 / native.logits_scaling},
+        to_theirs=lambda config: {"logits_scaling": 1 / config.logit_scale},
+    ),
+]
 
 FAMILY = Family(
     "granite",
@@ -10,18 +25,7 @@ FAMILY = Family(
         *LLAMA_CONFIG,
         *ATTENTION_BIAS,
         Field("mlp_bias", "ffn_bias"),
-        Field("embedding_multiplier", "embedding_scale"),
-        Field("residual_multiplier", "residual_scale"),
-        Derived(
-            ("attention_multiplier",),
-            to_ours=lambda native: {"attention_scale": native.attention_multiplier},
-            to_theirs=lambda config: {"attention_multiplier": config.attention_scale or config.head_dim**-0.5},
-        ),
-        Derived(
-            ("logits_scaling",),
-            to_ours=lambda native: {"logit_scale": 1 / native.logits_scaling},
-            to_theirs=lambda config: {"logits_scaling": 1 / config.logit_scale},
-        ),
+        *MULTIPLIERS,
     ],
     weights=LLAMA_WEIGHTS,
     spellings=SPELLINGS,

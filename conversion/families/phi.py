@@ -31,7 +31,7 @@ FAMILY = Family(
     weights=[
         *HEAD,
         *both(f"{LAYER}.input_layernorm", f"{LAYER}.attn_norm.pre"),
-        *[rule for part in "qkv" for rule in both(*[f"{LAYER}.self_attn.{part}_proj"] * 2)],
+        *[rule for part in "qkv" for rule in both(f"{LAYER}.self_attn.{part}_proj")],
         *both(f"{LAYER}.self_attn.dense", f"{LAYER}.self_attn.o_proj"),
         *both(f"{LAYER}.self_attn.q_layernorm", f"{LAYER}.self_attn.q_norm"),
         *both(f"{LAYER}.self_attn.k_layernorm", f"{LAYER}.self_attn.k_norm"),

@@ -1,0 +1,72 @@
+"""Tensors that our model does not read and others do: kept beside it, and given back on export.
+
+DeepSeek-V3's layer for multi-token prediction is one. They lie in a folder of their own, where no loader looks for
+weights, under the names and in the bytes of the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .checkpoint import SAFETENSORS, Checkpoint, SafetensorsFile, TensorInfo, open_shards, write_tensors
+from .rules import Plan
+
+FOLDER = "kept_aside"
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Tensors that go along with a model without being part of it.
+
+    Attributes:
+        tensors: name -> shape and dtype.
+        read: one of them, by name.
+    """
+
+    tensors: dict[str, TensorInfo]
+    read: Callable[[str], Tensor]
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.tensors:
+            yield name, self.read(name)
+
+    def write(
+        self, directory: Path, max_shard_size: int | str = "5GB", advance: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Put them beside a model of ours."""
+        if self.tensors:
+            (directory / FOLDER).mkdir()
+            write_tensors(directory / FOLDER, self.stream(), self.tensors, max_shard_size, advance)
+
+
+def to_keep(checkpoint: Checkpoint, plan: Plan) -> Aside:
+    """What a plan keeps aside of a foreign checkpoint."""
+    return Aside({name: checkpoint.tensors[name] for name in plan.aside}, checkpoint.read)
+
+
+def kept(checkpoint: Checkpoint, plan: Plan) -> Aside:
+    """What lies beside a model of ours and goes back with it, if it goes back to the family that it came from.
+
+    Raises:
+        CheckpointError: the folder is damaged.
+    """
+    folder, origin = checkpoint.path / FOLDER, plan.config.converted_from or {}
+    if not folder.is_dir() or origin.get("family") != plan.family.name:
+        return Aside({}, checkpoint.read)
+    single = folder / SAFETENSORS.single
+    files = [SafetensorsFile(single)] if single.is_file() else [*open_shards(folder, SAFETENSORS).values()]
+    holder = {name: file for file in files for name in file.tensors}
+    return Aside({name: file.tensors[name] for name, file in holder.items()}, lambda name: holder[name].read(name))
+
+
+def true_config(plan: Plan, aside: Aside) -> dict[str, Any]:
+    """The family's config.json, which must not promise layers that are not there."""
+    counter = plan.family.layers_ahead
+    if aside.tensors or not counter or not plan.foreign_config.get(counter):
+        return plan.foreign_config
+    return {**plan.foreign_config, counter: 0}

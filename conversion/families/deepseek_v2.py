@@ -1,0 +1,120 @@
+"""DeepSeek-V2 and V2-Lite: latent attention, fine-grained experts beside shared ones. arXiv 2405.04434."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import both, weight
+from ..relation import Const, Derived, Entry, Field, Values
+from ..rules import Family, Rule
+from .common import (
+    ATTENTION_BIAS,
+    CAUSAL_LM,
+    HEAD,
+    LAYER,
+    MLP,
+    PRE_NORMS,
+    RMS_NORM,
+    ROPE,
+    SIZES,
+    SPELLINGS,
+)
+from .experts import LOSS_OUTPUT, always, as_theirs, expert_width, experts, router, routing, shared_experts
+
+ATTN = f"{LAYER}.self_attn"
+
+
+def _dense_first(native: Any) -> Values:
+    dense = min(native.first_k_dense_replace or 0, native.num_hidden_layers)
+    return {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (native.num_hidden_layers - dense)}
+
+
+def _first_sparse(config: Any) -> Values:
+    kinds = config.mlp_layer_types or ()
+    return {"first_k_dense_replace": next((i for i, kind in enumerate(kinds) if kind == "sparse"), len(kinds))}
+
+
+# A group of all experts is no group.
+def groups(native: Any) -> Values:
+    grouped = native.n_group not in (None, 1)
+    return {"n_group": native.n_group, "topk_group": native.topk_group} if grouped else {}
+
+
+def groups_to_theirs(config: Any) -> Values:
+    return {"n_group": config.n_group or 1, "topk_group": config.topk_group or 1}
+
+
+LATENT_ATTENTION: list[Entry] = [
+    *(Field(name) for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    *ATTENTION_BIAS,
+    # Whatever rms_norm_eps says.
+    Const("latent_norm_eps", 1e-6),
+    # Follows from the widths above; transformers' class sets it to the rotated part of a head.
+    as_theirs(("head_dim", "qk_head_dim"), lambda config: {}),
+]
+FINE_EXPERTS: list[Entry] = [
+    *routing("n_routed_experts"),
+    Field("routed_scaling_factor"),
+    Derived(
+        ("moe_intermediate_size", "n_shared_experts"),
+        lambda native: {
+            "moe_intermediate_size": native.moe_intermediate_size,
+            "num_shared_experts": native.n_shared_experts,
+        },
+        lambda config: {
+            "moe_intermediate_size": expert_width(config),
+            "n_shared_experts": config.shared_width // expert_width(config),
+        },
+    ),
+    Derived(("first_k_dense_replace",), _dense_first, _first_sparse),
+    always("moe_layer_freq", 1),
+]
+DEEPSEEK_CONFIG: list[Entry] = [
+    *SIZES,
+    *ROPE,
+    *RMS_NORM,
+    Field("hidden_act"),
+    *LATENT_ATTENTION,
+    *FINE_EXPERTS,
+]
+DEEPSEEK_WEIGHTS: list[Rule] = [
+    *HEAD,
+    *PRE_NORMS,
+    *MLP,
+    *(rule for name in ("q_proj", "q_b_proj", "kv_b_proj") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_layernorm", "kv_a_layernorm") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") for rule in both(f"{ATTN}.{name}")),
+    *router(f"{LAYER}.mlp.gate"),
+    *experts(f"{LAYER}.mlp.experts.{{e}}"),
+    *shared_experts(f"{LAYER}.mlp.shared_experts"),
+]
+# How the experts were spread over machines, and the losses that DeepSeek's own code adds in training; transformers'
+# classes have neither.
+TRAINING = (*LOSS_OUTPUT, "ep_size", "aux_loss_alpha", "seq_aux")
+
+
+def _routing(native: Any) -> Values:
+    return groups(native) if native.topk_method == "group_limited_greedy" else {}
+
+
+def _routing_to_theirs(config: Any) -> Values:
+    method = "greedy" if config.n_group is None else "group_limited_greedy"
+    return {"topk_method": method, **groups_to_theirs(config)}
+
+
+FAMILY = Family(
+    "deepseek_v2",
+    # No norm_topk_prob: transformers' class ignores it, DeepSeek's own code does not.
+    config=[
+        *DEEPSEEK_CONFIG,
+        Const("rope_interleaved", True),
+        Const("norm_topk_prob", False),
+        always("scoring_func", "softmax"),
+        always("topk_method", "greedy", "group_limited_greedy"),
+        Derived(("topk_method", "n_group", "topk_group"), _routing, _routing_to_theirs),
+    ],
+    weights=DEEPSEEK_WEIGHTS,
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "DeepseekV2ForCausalLM"},
+    inert=TRAINING,
+)

@@ -1,0 +1,55 @@
+"""DeepSeek-V3 and R1, Moonlight: V2 with sigmoid scores, a bias to pick experts by, and a layer that looks further
+ahead. arXiv 2412.19437."""
+
+from typing import Any
+
+from ..ops import rename
+from ..relation import Const, Derived, Field, Values
+from ..rules import Drop, Family, Rule
+from .common import CAUSAL_LM, LAYER, SPELLINGS
+from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, TRAINING, groups, groups_to_theirs
+from .experts import always, as_theirs
+
+BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
+EXTRA = "model.layers.{m}"
+# Multi-token prediction: a block of the model's own kind, what brings its inputs together, and a head.
+EXTRA_NAMES = (
+    *("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"),
+    *("input_layernorm", "post_attention_layernorm"),
+    *(f"self_attn.{name}" for name in ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj")),
+    *(f"self_attn.{name}" for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")),
+    *(f"mlp.{name}" for name in ("gate", "gate_proj", "up_proj", "down_proj")),
+    *(f"mlp.{kind}.{part}_proj" for kind in ("experts.{e}", "shared_experts") for part in ("gate", "up", "down")),
+)
+AHEAD = "predicts a token further ahead (multi-token prediction); the model itself does not read it"
+
+
+def _group_score(native: Any) -> Values:
+    values = groups(native)
+    return {**values, "router_group_score": "top2"} if values else {}
+
+
+FAMILY = Family(
+    "deepseek_v3",
+    config=[
+        *DEEPSEEK_CONFIG,
+        Field("rope_interleave", "rope_interleaved"),
+        Const("router_score", "sigmoid"),
+        Const("router_selection_bias", True),
+        Field("norm_topk_prob"),
+        Derived(("n_group", "topk_group"), _group_score, groups_to_theirs),
+        always("scoring_func", "sigmoid"),
+        always("topk_method", "noaux_tc"),
+        # Of a model that came with such layers, the original config.json says so.
+        as_theirs(("num_nextn_predict_layers", "num_mtp_layers"), lambda config: {"num_nextn_predict_layers": 0}),
+    ],
+    weights=[*DEEPSEEK_WEIGHTS, Rule((BIAS,), (BIAS,), rename)],
+    drops=[
+        Drop(f"{EXTRA}.mlp.gate.e_score_correction_bias", AHEAD, keep=True),
+        *(Drop(f"{EXTRA}.{name}.weight", AHEAD, keep=True) for name in EXTRA_NAMES),
+    ],
+    layers_ahead="num_nextn_predict_layers",
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "DeepseekV3ForCausalLM"},
+    inert=TRAINING,
+)

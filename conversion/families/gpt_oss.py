@@ -1,0 +1,72 @@
+"""gpt-oss 20B and 120B: biased and clamped experts, attention sinks, alternating windows. arXiv 2508.10925."""
+
+from typing import Any
+
+from ..ops import alternating_rows, both, chain, rename, transpose_experts
+from ..relation import Const, Derived, Field, Values
+from ..rules import Family, Rule
+from .common import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    CAUSAL_LM,
+    HEAD,
+    HEAD_DIM,
+    LAYER,
+    PRE_NORMS,
+    RMS_NORM,
+    ROPE,
+    SIZES,
+    SPELLINGS,
+    windows,
+)
+from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ONLY_EXPERTS, ROUTER_IN_MODEL_DTYPE, packed_experts, routing
+
+GATE_UP, DOWN = (f"{LAYER}.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+
+
+def _windows_to_theirs(config: Any) -> Values:
+    """Their class makes a windowed mask even where no layer reads it, so it needs a width, and has one by default."""
+    width = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+    return {"layer_types": config.layer_types, **width}
+
+
+FAMILY = Family(
+    "gpt_oss",
+    config=[
+        *SIZES,
+        *HEAD_DIM,
+        *ROPE,
+        *RMS_NORM,
+        Const("norm_weight_in_fp32", True),
+        *ATTENTION_BIAS,
+        Derived(("sliding_window", "layer_types"), windows, _windows_to_theirs),
+        Const("attention_sinks", True),
+        # gate * sigmoid(alpha gate) * (up + 1), whatever hidden_act says.
+        Const("hidden_act", "silu"),
+        Field("swiglu_alpha", "swish_beta"),
+        Field("swiglu_limit", "glu_limit"),
+        Const("glu_up_offset", 1.0),
+        Const("ffn_bias", True),
+        # Softmax over the picked logits alone.
+        Const("norm_topk_prob", True),
+        Const("router_bias", True),
+        *routing("num_local_experts"),
+        *ONLY_EXPERTS,
+        *AUXILIARY_LOSS,
+        *ROUTER_IN_MODEL_DTYPE,
+    ],
+    weights=[
+        *HEAD,
+        *ATTENTION,
+        Rule((f"{LAYER}.self_attn.sinks",), (f"{LAYER}.self_attn.sinks",), rename),
+        *PRE_NORMS,
+        *both(f"{LAYER}.mlp.router", f"{LAYER}.mlp.gate"),
+        # Inputs along the rows, and gate and up in turn along the columns.
+        *packed_experts(GATE_UP, DOWN, chain(transpose_experts, alternating_rows), transpose_experts, ("", ".weight")),
+        *packed_experts(f"{GATE_UP}_bias", f"{DOWN}_bias", alternating_rows, rename, ("_bias", ".bias")),
+    ],
+    spellings=SPELLINGS,
+    architectures={CAUSAL_LM: "GptOssForCausalLM"},
+    # Other spellings of num_experts_per_tok and of the original length, in OpenAI's own code.
+    inert=(*LOSS_OUTPUT, "experts_per_token", "initial_context_length"),
+)

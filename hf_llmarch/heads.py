@@ -1,0 +1,100 @@
+"""What stands between the last hidden state and a task's numbers."""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+
+from .configuration_llmarch import ClassifierPooling, LlmArchConfig
+from .embeddings import Scale, SoftCap, chain, dropout
+from .norms import norm
+
+
+class Pooler(nn.Module):
+    """tanh of a dense layer on the first token, `(B, T, C)` -> `(B, C)` (BERT)."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(x[:, 0]))
+
+
+class HeadTransform(nn.Module):
+    """norm(act(dense(x))), to the width of the embedding that the head is tied to (BERT)."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__()
+        width = config.embedding_size or config.hidden_size
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
+        self.act_fn = ACT2FN[config.head_act or config.hidden_act]
+        self.norm = norm(config, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.act_fn(self.dense(x)))
+
+
+class ClassifierTransform(nn.Module):
+    """norm(act(dense(x))) of the classifier's own width; the norm where the config has one."""
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
+        self.act_fn = ACT2FN[config.classifier_act]
+        self.norm = chain(norm(config) if config.classifier_norm else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.act_fn(self.dense(x)))
+
+
+def logits_transform(config: LlmArchConfig) -> nn.Module:
+    """Scale, then bound, the logits."""
+    cap = config.final_logit_softcapping
+    return chain(
+        Scale(config.logit_scale) if config.logit_scale != 1.0 else None, SoftCap(cap) if cap is not None else None
+    )
+
+
+def classifier_transform(config: LlmArchConfig) -> nn.Module:
+    return chain(ClassifierTransform(config) if config.classifier_dense else None, dropout(config.classifier_dropout))
+
+
+def output_head(config: LlmArchConfig) -> nn.Linear:
+    """The head over the vocabulary; as wide as the embedding where a transform goes to it."""
+    width = (config.embedding_size if config.lm_head_transform else None) or config.hidden_size
+    return nn.Linear(width, config.vocab_size, bias=config.lm_head_bias)
+
+
+# -- pooling: hidden states (B, T, C), the pooler's output, real tokens (B, T) -> (B, C) ------------------------------
+
+Pooling = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+def pool_last(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    """The last real token, wherever the padding is."""
+    index = (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
+    return x[torch.arange(x.shape[0], device=x.device), index]
+
+
+def pool_first(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    return x[:, 0]
+
+
+def pool_mean(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    weights = real[..., None].to(x.dtype)
+    return (x * weights).sum(1) / weights.sum(1)
+
+
+def pool_pooler(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, pooled)
+
+
+POOLINGS: dict[ClassifierPooling, Pooling] = {
+    "last": pool_last,
+    "first": pool_first,
+    "mean": pool_mean,
+    "pooler": pool_pooler,
+}
