@@ -1,4 +1,4 @@
-"""Public checkpoints into `LlmArchForCausalLM` and back out, byte for byte.
+"""Public checkpoints into models of ours and back out, byte for byte.
 
 These functions share their names with modules; they are imported here, at once, so that the names mean the functions.
 """

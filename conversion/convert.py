@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_llmarch import modeling_llmarch
 from hf_llmarch.compat import code_files
 from hf_llmarch.configuration_llmarch import LlmArchConfig
-from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
 
 from .checkpoint import (
     CONFIG,
@@ -94,10 +94,11 @@ def convert(
     allow_pickle: bool = False,
     progress: Progress = True,
 ) -> Report:
-    """Convert a public checkpoint into a folder that `AutoModelForCausalLM.from_pretrained` opens as `llmarch`.
+    """Convert a public checkpoint into a folder that transformers' Auto classes open as `llmarch`.
 
-    The folder also holds the source's tokenizer, generation config, chat template, licence and the like, and the code
-    with which it loads under `trust_remote_code=True` where this package is not installed.
+    The class follows from the source's `architectures`, and a task head comes along with its labels. The folder also
+    holds the source's tokenizer, generation config, chat template, licence and the like, and the code with which it
+    loads under `trust_remote_code=True` where this package is not installed.
 
     Args:
         source: a local folder, a `.gguf` file, or a Hub id.
@@ -122,7 +123,6 @@ def convert(
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
     config = plan.config
-    config.architectures = [LlmArchForCausalLM.__name__]
     config.dtype = cast or config.dtype or usual_dtype(checkpoint)
 
     def write_config(folder: Path) -> None:
@@ -166,7 +166,7 @@ def export(
     A converted model that was not changed comes back with the tensors byte for byte and the config.json word for word.
 
     Args:
-        source: a local folder or Hub id of a saved `LlmArchForCausalLM`.
+        source: a local folder or Hub id of a saved model of ours.
         family: what to write; by default the family that the model was converted from.
         destination, dtype, max_shard_size, revision, overwrite, progress: as for `convert`.
 
@@ -209,7 +209,7 @@ def load(
     revision: str | None = None,
     allow_pickle: bool = False,
     **kwargs: Any,
-) -> LlmArchForCausalLM:
+) -> Any:
     """A model of ours straight from a foreign checkpoint. Nothing is written.
 
     Args:
@@ -218,7 +218,8 @@ def load(
         device_map, kwargs: as for `from_pretrained`.
 
     Returns:
-        The model in evaluation mode, with the source's generation config.
+        The `LlmArchModel`, `LlmArchForCausalLM`, … that the source's class is here, in evaluation mode and with the
+        source's generation config.
     """
     from transformers import GenerationConfig
 
@@ -226,7 +227,7 @@ def load(
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
     config = plan.config
     config.dtype = config.dtype or usual_dtype(checkpoint)
-    model = LlmArchForCausalLM.from_pretrained(
+    model = model_class(plan).from_pretrained(
         None,
         config=config,
         state_dict=dict(plan.stream(checkpoint.read)),
@@ -234,9 +235,14 @@ def load(
         device_map=device_map,
         **kwargs,
     )
-    if (checkpoint.path / GENERATION_CONFIG).is_file():
+    if model.can_generate() and (checkpoint.path / GENERATION_CONFIG).is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     return model
+
+
+def model_class(plan: Plan) -> Any:
+    """Our class that a plan's tensors make."""
+    return getattr(modeling_llmarch, plan.architecture)
 
 
 def open_foreign(source: Source, revision: str | None, allow_pickle: bool) -> Checkpoint:

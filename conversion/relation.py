@@ -11,6 +11,7 @@ import copy
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from huggingface_hub.errors import StrictDataclassError
@@ -117,8 +118,19 @@ def native_config(family: Family, foreign: Mapping[str, Any]) -> PreTrainedConfi
         raise ConversionError(f"transformers cannot read this config.json as {family.name!r}: {error}") from error
 
 
-def read_config(family: Family, foreign: Mapping[str, Any]) -> LlmArchConfig:
+# Which classes a task head tells apart, and how; transformers' own fields, on both sides.
+LABELS = ("id2label", "label2id", "problem_type")
+
+
+def read_config(
+    family: Family, foreign: Mapping[str, Any], architecture: str, variant: Mapping[str, Any] = MappingProxyType({})
+) -> LlmArchConfig:
     """Our config for theirs.
+
+    Args:
+        architecture: our class. Entries find its counterpart in the native config's `architectures`, where they depend
+            on it.
+        variant: switches that the tensors tell, see `Family.variants`.
 
     Raises:
         UnsupportedField: naming every field that is off its default and that the family does not relate to ours.
@@ -127,10 +139,17 @@ def read_config(family: Family, foreign: Mapping[str, Any]) -> LlmArchConfig:
 
     native = native_config(family, foreign)
     refuse_unsupported(family, native, foreign)
-    values: Values = {}
+    native.architectures = their_class(family, architecture)
+    values: Values = {"architectures": [architecture]}
+    values |= {name: copy.deepcopy(getattr(native, name)) for name in LABELS}
     for entry in family.config:
         values |= entry.to_ours(native)
-    return LlmArchConfig(**values, dtype=native.dtype)
+    return LlmArchConfig(**{**values, **variant}, dtype=native.dtype)
+
+
+def their_class(family: Family, architecture: str) -> list[str]:
+    """What `architectures` says in their config.json, for a class of ours."""
+    return [theirs for ours, theirs in family.architectures.items() if ours == architecture]
 
 
 def refuse_unsupported(family: Family, native: PreTrainedConfig, foreign: Mapping[str, Any]) -> None:
@@ -156,20 +175,29 @@ def says_absent(value: Any) -> bool:
     return value is None or value is False or (not value and not isinstance(value, int | float))
 
 
-def write_config(family: Family, config: LlmArchConfig) -> Values:
+def write_config(
+    family: Family, config: LlmArchConfig, architecture: str, variant: Mapping[str, Any] = MappingProxyType({})
+) -> Values:
     """Their config.json for our config. Where ours came from it, only keys whose meaning has changed are rewritten.
+
+    Args:
+        architecture, variant: as for `read_config`.
 
     Raises:
         NotExpressible: naming every switch that the family cannot say, with both values.
     """
     if config.is_heterogeneous:
         raise NotExpressible(f"Family {family.name!r} has one form of block; the layers of this model differ.")
+
+    def read(foreign: Mapping[str, Any]) -> LlmArchConfig:
+        return read_config(family, foreign, architecture, variant)
+
     theirs = their_values(family, config)
     try:
-        back = read_config(family, theirs)
+        back = read(theirs)
     except (ValueError, NotImplementedError, StrictDataclassError) as error:
         raise NotExpressible(f"Family {family.name!r} cannot express this model: {error}") from error
-    if lost := differences(config, back):
+    if lost := differences(config, back, architecture):
         raise NotExpressible(
             f"Family {family.name!r} cannot express this model: "
             + "; ".join(f"{name} is {mine!r}, {family.name} would read {its!r}" for name, (mine, its) in lost.items())
@@ -179,34 +207,54 @@ def write_config(family: Family, config: LlmArchConfig) -> Values:
     origin = config.converted_from or {}
     if origin.get("family") == family.name:
         original = origin["config"]
-        before = their_values(family, read_config(family, original))
+        before = their_values(family, read(original))
         changed = {name: value for name, value in theirs.items() if value != before.get(name)}
         # A dtype that is stated is kept true, but none is added.
         changed |= {name: dtype for name, dtype in dtypes.items() if name in original}
+        if origin.get("architecture", architecture) != architecture:
+            changed["architectures"] = their_class(family, architecture)
         patched = {**copy.deepcopy(original), **changed}
         # Not so where an old spelling in the original overrules the new value: then all is written afresh.
-        if not differences(config, read_config(family, patched)):
+        if not differences(config, read(patched), architecture):
             return patched
-    native = native_config(family, theirs).to_diff_dict()
-    return {**native, "architectures": list(family.architectures.values())[:1], **theirs, **dtypes}
+    native = native_config(family, theirs)
+    unset = type(native)()
+    stated = {n: v for n, v in theirs.items() if n not in LABELS or v != getattr(unset, n)}
+    return {**native.to_diff_dict(), "architectures": their_class(family, architecture), **stated, **dtypes}
 
 
 def their_values(family: Family, config: LlmArchConfig) -> Values:
-    values: Values = {"model_type": family.name}
+    values: Values = {"model_type": family.name, **{name: getattr(config, name) for name in LABELS}}
     for entry in family.config:
         values |= entry.to_theirs(config)
     return copy.deepcopy(values)
 
 
-def differences(ours: LlmArchConfig, back: LlmArchConfig) -> dict[str, tuple[Any, Any]]:
-    """Switches in which two configs disagree, by meaning: values that follow from others are written out first."""
+# Switches of the heads, and which classes read them.
+_VOCABULARY = {"lm_head_bias", "lm_head_transform", "head_act", "head_bias", "logit_scale", "final_logit_softcapping"}
+_CLASSIFIER = {"classifier_dense", "classifier_act", "classifier_norm", "classifier_bias", "classifier_pooling"}
+HEAD_SWITCHES: dict[str, set[str]] = {
+    "LlmArchModel": set(),
+    "LlmArchForCausalLM": _VOCABULARY,
+    "LlmArchForConditionalGeneration": _VOCABULARY,
+    "LlmArchForMaskedLM": _VOCABULARY,
+    "LlmArchForSequenceClassification": {*_CLASSIFIER, "head_bias"},
+    "LlmArchForTokenClassification": {"classifier_bias"},
+    "LlmArchForQuestionAnswering": set(),
+}
+
+
+def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> dict[str, tuple[Any, Any]]:
+    """Switches in which two configs of a class disagree, by meaning: values that follow from others are written out
+    first, and those of other classes' heads are left out."""
     a, b = meaning(ours), meaning(back)
-    return {name: (a[name], b.get(name)) for name in a if a[name] != b.get(name)}
+    unread = (_VOCABULARY | _CLASSIFIER) - HEAD_SWITCHES[architecture]
+    return {name: (a[name], b.get(name)) for name in a.keys() - unread if a[name] != b.get(name)}
 
 
 # Ours that say how a model is stored, cached or kept in balance in training, never what it computes.
 INERT_OURS = {
-    *("converted_from", "use_cache", "mla_cache", "experts_layout"),
+    *("converted_from", "use_cache", "mla_cache", "experts_layout", "classifier_dropout"),
     *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate"),
 }
 
@@ -217,6 +265,10 @@ def meaning(config: LlmArchConfig) -> Values:
         del values["max_position_embeddings"]  # the other encodings have no length
     if config.attention_kind == "mla":
         del values["head_dim"]  # it has widths of its own
+    if config.topology == "encoder-decoder":
+        # Whole, so that it does not matter what the source_stack says and what it leaves to the decoder.
+        del values["source_stack"]
+        values |= {f"source_stack.{name}": value for name, value in meaning(config.source_config()).items()}
     if config.num_experts is not None:
         values["moe_intermediate_size"] = config.moe_intermediate_size or config.intermediate_size
         values["num_shared_experts"] = values["shared_expert_intermediate_size"] = config.shared_width
@@ -224,6 +276,7 @@ def meaning(config: LlmArchConfig) -> Values:
             del values["intermediate_size"]
     return values | {
         "attention_type": config.attention_kind,
+        "head_act": config.head_act or config.hidden_act,
         "qk_norm_type": config.qk_norm_type or config.norm_type,
         "qk_norm_bias": config.norm_bias if config.qk_norm_bias is None else config.qk_norm_bias,
         "nope_layers": config.nope_layers or [],

@@ -16,8 +16,8 @@ from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import CheckpointError, PlanError, some
-from .relation import Entry, family_of, read_config, write_config
+from .errors import CheckpointError, ConversionError, NotExpressible, PlanError, some
+from .relation import Entry, Values, family_of, read_config, write_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,9 +42,9 @@ class Op:
 class Rule:
     """`theirs` become `ours` through `op`.
 
-    Names are templates: `{i}` counts layers, `{e}` experts, `{h}` query heads, `{k}` key/value heads. A variable on
-    both sides makes one step for each of its values; a variable on one side only gathers its values into one step
-    (experts that are packed into one tensor).
+    Names are templates: `{i}` counts layers, `{s}` those of an encoder-decoder's encoder, `{e}` experts, `{h}` query
+    heads, `{k}` key/value heads. A variable on both sides makes one step for each of its values; a variable on one side
+    only gathers its values into one step (experts that are packed into one tensor).
     `when` tells apart rules that make the same tensor of ours in different variants of a family.
     """
 
@@ -74,10 +74,15 @@ class Family:
         config: how its fields relate to ours, see `relation.Entry`.
         weights: how its tensors relate to ours. A rule applies where our model has the tensors it makes.
         drops: tensors of old checkpoints that carry no information.
-        spellings: ways in which checkpoints on disk begin their names otherwise than the rules, as {rules': disk's}.
-        architectures: our class to the name of theirs, for a config.json that is written afresh.
+        spellings: ways in which checkpoints on disk begin their names otherwise than the rules, as {rules': disk's};
+            or end them otherwise, where a key begins with a dot.
+        architectures: our class to the name of theirs. A checkpoint that names no class is read as the one that its
+            tensors fit best.
+        also: further classes of theirs that one of ours stands for, as {theirs: ours}.
+        variants: by class of ours, switches that only the tensors on disk tell, in the order in which they are tried.
+        copies: tensors that may be on disk a second time under another name, as {rules': the other}.
         aliases: config keys of old releases, as {old: today's}.
-        inert: config keys of this family that do not change what a causal language model computes.
+        inert: config keys of this family that do not change what its models compute.
         layers_ahead: config key that counts layers beyond the last, which predict tokens further ahead; drops number
             them with `{m}`.
     """
@@ -88,6 +93,9 @@ class Family:
     drops: Sequence[Drop] = ()
     spellings: Sequence[Mapping[str, str]] = ({},)
     architectures: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, Sequence[Values]] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Collection[str] = ()
     layers_ahead: str | None = None
@@ -115,6 +123,7 @@ class Plan:
     """A proven pairing of the tensors on disk with the model's; serves both directions.
 
     Attributes:
+        architecture: the name of our class that the tensors make.
         config: ours, with `converted_from` filled in.
         foreign_config: the family's config.json.
         steps: in the order of the family's rules.
@@ -124,6 +133,7 @@ class Plan:
     """
 
     family: Family
+    architecture: str
     config: LlmArchConfig
     foreign_config: dict[str, Any]
     steps: tuple[Step, ...]
@@ -154,21 +164,14 @@ def plan(
         PlanError: naming the tensors that are unknown, missing, or of another shape than the config says.
     """
     family = family_of(config, family)
-    ours = read_config(family, config)
     given = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
-    shapes = model_shapes(ours)
-
-    def unpaired(spelling: Mapping[str, str]) -> int:
-        steps = make_steps(family, ours, shapes, spelling, given)
-        return len({name for step in steps for name in step.theirs} ^ given.keys())
-
-    spelling = min(family.spellings, key=unpaired)
-    steps = make_steps(family, ours, shapes, spelling, given)
+    draft = min(drafts(family, config, given), key=lambda draft: draft.unpaired(given))
+    ours, shapes, steps, spelling = draft.config, draft.skeleton.shapes, draft.steps, draft.spelling
     last = ours.num_hidden_layers
     spans = {**ranges(ours), "m": range(last, last + (config.get(family.layers_ahead or "") or 0))}
     drops = {spell(name, spelling): drop for drop in family.drops for name in expand((drop.theirs,), spans)}
-    dropped = {name: drops[name].reason for name in given if name in drops}
     their_shapes = prove(family, ours, steps, shapes)
+    dropped = {name: drops[name].reason for name in given if name in drops and name not in their_shapes}
     unknown = [name for name in given if name not in their_shapes and name not in dropped]
     missing = [name for name in their_shapes if name not in given]
     if unknown or missing:
@@ -187,12 +190,14 @@ def plan(
         raise PlanError(f"Shapes on disk contradict config.json: {some(wrong)}. Check that both are of one model.")
     ours.converted_from = {
         "family": family.name,
+        "architecture": draft.architecture,
         "config": copy.deepcopy(dict(config)),
         "spelling": dict(spelling),
-        "tied_copies": [name for step in steps if step.op is TIED for name in step.theirs[1:]],
+        "tied_copies": [name for step in steps if step.op.name == TIED for name in step.theirs[1:]],
     }
     aside = tuple(name for name in dropped if drops[name].keep)
-    return Plan(family, ours, copy.deepcopy(dict(config)), steps, dropped, their_shapes, shapes, aside)
+    foreign = copy.deepcopy(dict(config))
+    return Plan(family, draft.architecture, ours, foreign, steps, dropped, their_shapes, shapes, aside)
 
 
 def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) -> Plan:
@@ -204,34 +209,131 @@ def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) ->
 
     Raises:
         UnknownFamily: when no family is given and the model was not converted from one.
-        NotExpressible: naming the fields that the family cannot say.
+        NotExpressible: naming the fields that the family cannot say, or the class that it does not have.
         PlanError: naming tensors of our model for which the family has no rule.
     """
     origin = config.converted_from or {}
     family = family_of({"model_type": origin.get("family")}, family)
-    foreign = write_config(family, config)
-    if origin.get("family") != family.name:
+    architecture = our_class(family, config)
+    foreign = write_config(family, config, architecture, variant_of(family, config, architecture))
+    if (origin.get("family"), origin.get("architecture", architecture)) != (family.name, architecture):
         origin = {}
-    shapes = model_shapes(config)
-    steps = make_steps(family, config, shapes, origin.get("spelling", {}), origin.get("tied_copies", ()))
-    return Plan(family, config, foreign, steps, {}, prove(family, config, steps, shapes), shapes)
+    skeleton = skeleton_of(config, architecture)
+    steps = make_steps(family, config, skeleton, origin.get("spelling", {}), origin.get("tied_copies", ()))
+    shapes = skeleton.shapes
+    return Plan(family, architecture, config, foreign, steps, {}, prove(family, config, steps, shapes), shapes)
+
+
+# -- which class, variant and spelling a checkpoint is -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The tensors of a model of ours.
+
+    Attributes:
+        shapes: by name, of those that our folders hold.
+        tied: those that are another one's copy and not in the folders, and whose.
+    """
+
+    shapes: dict[str, Shape]
+    tied: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One reading of a checkpoint: as a class of ours, with names spelt in one way."""
+
+    architecture: str
+    config: LlmArchConfig
+    skeleton: Skeleton
+    spelling: Mapping[str, str]
+    steps: tuple[Step, ...]
+
+    def unpaired(self, given: Collection[str]) -> int:
+        return len({name for step in self.steps for name in step.theirs} ^ set(given))
+
+
+def drafts(family: Family, foreign: Mapping[str, Any], given: Collection[str]) -> Iterator[Draft]:
+    for architecture in classes_for(family, foreign):
+        for variant in family.variants.get(architecture, ({},)):
+            config = read_config(family, foreign, architecture, variant)
+            skeleton = skeleton_of(config, architecture)
+            for spelling in family.spellings:
+                steps = make_steps(family, config, skeleton, spelling, given)
+                yield Draft(architecture, config, skeleton, spelling, steps)
+
+
+def classes_for(family: Family, foreign: Mapping[str, Any]) -> list[str]:
+    """Our class for the one that their config.json names; all that the family has where it names none.
+
+    Raises:
+        PlanError: for a class that has no counterpart: its tensors may bear the names of another's.
+    """
+    known = {**family.also, **{theirs: ours for ours, theirs in family.architectures.items()}}
+    names = foreign.get("architectures") or ()
+    named = [known[name] for name in names if name in known]
+    if names and not named and len(family.architectures) > 1:
+        raise PlanError(
+            f"Family {family.name!r} has no counterpart for {names[0]}; it has one for {', '.join(known)}. If the "
+            'tensors are those of one of these, name it under "architectures" in config.json.'
+        )
+    # Where there is but one, an old name of it need not be known.
+    return named[:1] or list(family.architectures) or ["LlmArchForCausalLM"]
+
+
+def our_class(family: Family, config: LlmArchConfig) -> str:
+    """The class that a config of ours names, or the family's first where it names none."""
+    known = list(family.architectures) or ["LlmArchForCausalLM"]
+    architecture = (config.architectures or known)[0]
+    if architecture not in known:
+        raise NotExpressible(
+            f"Family {family.name!r} has no counterpart for {architecture} here; it has one for {', '.join(known)}. "
+            "Save the model as one of these, or export to another family."
+        )
+    return architecture
+
+
+def variant_of(family: Family, config: LlmArchConfig, architecture: str) -> Values:
+    """The variant that our config is; the first where it is none, so that the difference is found and named."""
+    variants = family.variants.get(architecture, ({},))
+    fits = (v for v in variants if all(getattr(config, name) == value for name, value in v.items()))
+    # The one that says most: an empty variant, which leaves all to the config, would fit every model.
+    return max(fits, key=len, default=variants[0])
+
+
+def skeleton_of(config: LlmArchConfig, architecture: str) -> Skeleton:
+    import torch
+
+    from hf_llmarch import modeling_llmarch
+
+    if not hasattr(modeling_llmarch, architecture):
+        raise ConversionError(f"hf_llmarch has no class {architecture!r}.")
+    with torch.device("meta"):
+        model = getattr(modeling_llmarch, architecture)(copy.deepcopy(config))
+    tied = dict(model.all_tied_weights_keys)
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    return Skeleton(shapes, tied)
+
+
+# -- steps and their proof ---------------------------------------------------------------------------------------------
 
 
 def make_steps(
     family: Family,
     config: LlmArchConfig,
-    shapes: Mapping[str, Shape],
+    skeleton: Skeleton,
     spelling: Mapping[str, str],
     on_disk: Collection[str],
 ) -> tuple[Step, ...]:
     """The rules written out for the tensors that our model has."""
     steps: list[Step] = []
-    copies: dict[str, str] = {}
-    tied = tied_tensors(config)
+    copies: dict[str, list[str]] = {}
+    shapes, tied, spans = skeleton.shapes, skeleton.tied, ranges(config)
     for rule in filter(lambda rule: rule.when(config), family.weights):
         shared = variables(rule.theirs) & variables(rule.ours)
-        outer = {name: span for name, span in ranges(config).items() if name in shared}
-        inner = {name: span for name, span in ranges(config).items() if name not in shared}
+        outer = {name: span for name, span in spans.items() if name in shared}
+        inner = {name: span for name, span in spans.items() if name not in shared}
         for values in product(*outer.values()):
             index = dict(zip(outer, values, strict=True))
             step = Step(
@@ -240,18 +342,22 @@ def make_steps(
                 rule.op,
             )
             present = [name for name in step.ours if name in shapes]
+            second = spell(family.copies.get(rule.theirs[0], ""), spelling)
             if len(present) == len(step.ours):
                 steps.append(step)
+                if second in on_disk:
+                    copies.setdefault(step.ours[0], []).append(second)
             elif present:
                 absent = [name for name in step.ours if name not in shapes]
                 raise PlanError(f"Family {family.name!r}: {some(step.theirs)} holds {absent}, which our model lacks.")
             elif step.ours[0] in tied and step.theirs[0] in on_disk:
-                copies[tied[step.ours[0]]] = step.theirs[0]
+                copies.setdefault(tied[step.ours[0]], []).append(step.theirs[0])
     return tuple(tied_step(step, copies) if step.ours[0] in copies else step for step in steps)
 
 
-def tied_step(step: Step, copies: Mapping[str, str]) -> Step:
-    return Step((*step.theirs, copies[step.ours[0]]), step.ours, TIED)
+def tied_step(step: Step, copies: Mapping[str, Sequence[str]]) -> Step:
+    theirs = (*step.theirs, *copies[step.ours[0]])
+    return Step(theirs, step.ours, tied_tensor(len(theirs)))
 
 
 def prove(
@@ -273,32 +379,14 @@ def prove(
     return {name: tuple(t.shape) for step in steps for name, t in step.run(on_meta, config, "theirs")}
 
 
-def model_shapes(config: LlmArchConfig) -> dict[str, Shape]:
-    """Names and shapes of the tensors that our folders hold for this config; a tied head is not among them."""
-    import torch
-
-    from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
-
-    with torch.device("meta"):
-        model = LlmArchForCausalLM(copy.deepcopy(config))
-    tied = tied_tensors(config)
-    return {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-
-
-def tied_tensors(config: LlmArchConfig) -> dict[str, str]:
-    """Tensors of our model that are another one's copy, and whose."""
-    from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
-
-    return dict(LlmArchForCausalLM._tied_weights_keys or {}) if config.tie_word_embeddings else {}
-
-
 def ranges(config: LlmArchConfig) -> dict[str, range]:
     """What a template's variables count."""
     return {
-        "i": range(config.num_hidden_layers),
+        "i": range(config.layer_groups or config.num_hidden_layers),
         "e": range(config.num_experts or 0),
         "h": range(config.num_attention_heads),
         "k": range(config.num_key_value_heads),
+        **({"s": range(config.source_config().num_hidden_layers)} if config.topology == "encoder-decoder" else {}),
     }
 
 
@@ -317,9 +405,14 @@ def expand(
 
 
 def spell(name: str, spelling: Mapping[str, str]) -> str:
+    """How a checkpoint writes a rule's name: the first beginning and the first end that match are exchanged."""
     for ours, theirs in spelling.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
+        if not ours.startswith(".") and name.startswith(ours):
+            name = theirs + name.removeprefix(ours)
+            break
+    for ours, theirs in spelling.items():
+        if ours.startswith(".") and name.endswith(ours):
+            return name.removesuffix(ours) + theirs
     return name
 
 
@@ -327,11 +420,15 @@ def _same_tensor(tensors: Sequence[Tensor], config: LlmArchConfig) -> Sequence[T
     first, *others = tensors
     if not all(first.equal(other) for other in others):
         raise CheckpointError(
-            "config.json ties the output head to the embedding, but the checkpoint holds two different tensors. "
-            'Set "tie_word_embeddings": false in its config.json to keep both.'
+            "config.json ties the output head to the embedding, but the checkpoint holds two different tensors where "
+            'one should be the other\'s copy. Set "tie_word_embeddings": false in its config.json to keep both.'
         )
     return [first]
 
 
-# A tied head that is on disk all the same: read and compared on the way in, written back on the way out.
-TIED = Op("tied", to_ours=_same_tensor, to_theirs=lambda tensors, config: [tensors[0], tensors[0]])
+TIED = "tied"
+
+
+def tied_tensor(count: int) -> Op:
+    """A tied tensor that is on disk all the same, `count` times: compared on the way in, all written on the way out."""
+    return Op(TIED, to_ours=_same_tensor, to_theirs=lambda tensors, config: [tensors[0]] * count)

@@ -1,14 +1,14 @@
 """A certificate that a converted model is the original: the same numbers out, and the same bytes back.
 
-Both models run in float32 on the same prompts, some of them left-padded, each with the attention backend that it picks
-by itself, as it will for a user; differences are taken in float64. Bytes are compared by exporting in memory.
+Both models run in float32 on the same prompts, some of them padded, each with the attention backend that it picks by
+itself, as it will for a user; differences are taken in float64. Bytes are compared by exporting in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,17 +16,18 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_llmarch.configuration_llmarch import LlmArchConfig
-from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
+from hf_llmarch.configuration_llmarch import AUTO_MAP, LlmArchConfig
 
 from .checkpoint import Checkpoint, open_checkpoint
-from .convert import plan_of_ours
+from .convert import model_class, plan_of_ours
 from .errors import ConversionError, some
 from .rules import plan as make_plan
 
+# Our class -> transformers' Auto class for the original.
+AUTO_CLASSES = {reference.split(".")[1]: auto for auto, reference in AUTO_MAP.items()}
 TOLERANCE = 1e-5  # of the spread: float32 has 6e-8, and sums over a few thousand channels lose about two digits
 ROWS, LENGTH, SEED = 4, 48, 0
 
@@ -38,11 +39,12 @@ class Certificate:
     Attributes:
         original, ours, family: what was compared.
         prompts, prompt_tokens: rows, and positions compared in all of them together (padding is not).
-        max_logit_difference: largest absolute difference of two logits.
+        max_logit_difference: largest absolute difference of two logits; of two hidden states, where there is no head.
         logit_spread: largest minus smallest logit of the original over the same positions.
         relative_logit_difference: the first divided by the second.
-        argmax_agreement: share of positions with the same most likely next token.
-        new_tokens: tokens generated greedily for each prompt, with a cache.
+        argmax_agreement: share of positions (of texts, for a sequence classifier) with the same most likely token or
+            label.
+        new_tokens: tokens generated greedily for each prompt, with a cache; 0 for models that do not generate.
         greedy_equal: whether all of them are the same.
         first_divergent_layer: index into the hidden states (0: the embedding, n: after block n, the last after the
             final norm) of the first that differs by more than the tolerance times its spread; None: none does.
@@ -110,8 +112,8 @@ def verify(
 
     Args:
         a, b: the original and the converted model in either order: folders, Hub ids, or a GGUF file for the original.
-        tokens: (B, T) prompts; None: four rows drawn with a fixed seed. Rows after the first are left-padded, each
-            longer than the one before, by masking their beginning.
+        tokens: (B, T) prompts; None: four rows drawn with a fixed seed. Rows after the first are padded, each longer
+            than the one before: a decoder's by masking their beginning, an encoder's their end.
         new_tokens: greedy tokens to compare, fewer where the model's positions end before.
         allow_pickle: the original may be a pickle.
         progress: say on stderr what is being done.
@@ -137,14 +139,15 @@ def compare(
     export = plan_of_ours(converted, family)
     dropped = make_plan(original.config, original.shapes, family=export.family).dropped
     say("loading the original with transformers' own class")
-    native = load_model(AutoModelForCausalLM, original)
+    native = load_model(getattr(transformers, AUTO_CLASSES[export.architecture]), original)
     say("loading the converted model")
-    model = load_model(LlmArchForCausalLM, converted)
+    model = load_model(model_class(export), converted)
 
+    new_tokens = new_tokens if model.can_generate() else 0
     ids, mask = prompts(tokens, export.config, new_tokens)
     new_tokens = max(0, min(new_tokens, export.config.max_position_embeddings - ids.shape[1]))
     say(f"comparing logits and hidden states over {int(mask.sum())} tokens")
-    expected, found = (run(m, ids, mask) for m in (native, model))
+    expected, found = (run(m, ids, mask, export.config.topology) for m in (native, model))
     difference, spread = difference_and_spread(expected[-1], found[-1])
     layers = [difference_and_spread(e, f) for e, f in zip(expected[:-1], found[:-1], strict=True)]
     # "Not at most", so that a NaN counts as a divergence.
@@ -200,22 +203,50 @@ def load_model(auto: Any, checkpoint: Checkpoint) -> Any:
 
 
 def prompts(tokens: Tensor | None, config: LlmArchConfig, new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, both (B, T); row r is masked in its first r / (B + 1) part."""
+    """Token ids and attention mask, both (B, T); row r is padded over r / (B + 1) of it, at its end where an encoder
+    reads it, else at its beginning."""
     if tokens is None:
         length = max(2, min(LENGTH, config.max_position_embeddings - new_tokens))
         tokens = torch.randint(config.vocab_size, (ROWS, length), generator=torch.Generator().manual_seed(SEED))
     rows, length = tokens.shape
     starts = torch.arange(rows) * length // (rows + 1)
-    return tokens, (torch.arange(length) >= starts[:, None]).long()
+    mask = (torch.arange(length) >= starts[:, None]).long()
+    if config.topology == "decoder":
+        return tokens, mask
+    mask = mask.flip(-1)
+    # Some encoders count positions by the padding token, not by the mask.
+    return tokens.where(mask.bool(), 0 if config.pad_token_id is None else config.pad_token_id), mask
+
+
+def given(ids: Tensor, mask: Tensor, topology: str) -> dict[str, Any]:
+    """What a model is called with."""
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if topology == "encoder-decoder":
+        return {**inputs, "decoder_input_ids": ids.flip(-1), "decoder_attention_mask": mask.flip(-1)}
+    if topology == "decoder":
+        # Counted from the first real token, as `generate` does: a learned table must not depend on the padding.
+        return {**inputs, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return inputs
+
+
+def numbers(output: Mapping[str, Any], real: Tensor) -> Tensor:
+    """(N, channels): what a class is asked for, at the positions `real` (B, T) where it is a number a position."""
+    if "start_logits" in output:
+        return torch.stack((output["start_logits"], output["end_logits"]), dim=-1)[real]
+    values = output["logits"] if "logits" in output else output["last_hidden_state"]
+    return values[real] if values.dim() == 3 else values
 
 
 @torch.no_grad()
-def run(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
+def run(model: Any, ids: Tensor, mask: Tensor, topology: str) -> list[Tensor]:
     """Hidden states and, last, logits at the positions that are not padding, each (N, channels) in float64."""
-    # Counted from the first real token, as `generate` does: a learned table must not depend on the padding.
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = model(ids, attention_mask=mask, position_ids=position_ids, output_hidden_states=True, use_cache=False)
-    return [states[mask.bool()].double() for states in (*output.hidden_states, output.logits)]
+    inputs = given(ids, mask, topology)
+    cache = {"use_cache": False} if model.can_generate() else {}
+    output = model(**inputs, **cache, output_hidden_states=True)
+    read, written = mask.bool(), inputs.get("decoder_attention_mask", mask).bool()
+    states = [layer[read] for layer in output.get("encoder_hidden_states") or ()]
+    states += [layer[written] for layer in output.get("decoder_hidden_states") or output.get("hidden_states") or ()]
+    return [tensor.double() for tensor in (*states, numbers(output, written))]
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:

@@ -91,6 +91,10 @@ COMMON = (
 )
 
 
+# How configs, the Hub client and a missing extra refuse, besides the conversion's own errors, which are ValueErrors.
+REFUSALS = (ValueError, OSError, ImportError)
+
+
 def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """Register a command under the function's name."""
 
@@ -135,6 +139,8 @@ def report(error: Exception, *, json: bool, debug: bool) -> Exit:
 
 def exit_code(error: Exception) -> Exit:
     """The exit code for an exception: the first row that fits."""
+    from huggingface_hub.errors import StrictDataclassError
+
     from hf_llmarch.conversion import errors
 
     full = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -142,14 +148,15 @@ def exit_code(error: Exception) -> Exit:
         (isinstance(error, errors.NotExpressible), Exit.NOT_EXPRESSIBLE),
         (isinstance(error, errors.DestinationError), Exit.DESTINATION),
         (isinstance(error, OSError) and error.errno in full, Exit.DESTINATION),
-        # ValueError is how a config refuses values, OSError how the Hub client does, ImportError how an extra is missed.
-        (isinstance(error, ValueError | OSError | ImportError), Exit.INPUT),
+        (isinstance(error, (*REFUSALS, StrictDataclassError)), Exit.INPUT),
     )
     return next((code for fits, code in rows if fits), Exit.INTERNAL)
 
 
 def print_json(data: dict[str, Any]) -> None:
-    print(json_format.dumps(data, indent=2, ensure_ascii=False))
+    # JSON has no NaN, which a comparison with a broken model can give: there it becomes null.
+    strict = json_format.loads(json_format.dumps(data), parse_constant=lambda _: None)
+    print(json_format.dumps(strict, indent=2, ensure_ascii=False))
 
 
 def facts(title: str, values: dict[str, str]) -> Table:
@@ -370,7 +377,7 @@ def report_view(report: "Report") -> Table:
             "from": report.source,
             "family": report.family,
             "tensors": f"{report.tensors:,}, {decimal(report.bytes)}",
-            "numbers": "unchanged" if report.byte_exact else "cast to another dtype",
+            "numbers": "unchanged" if report.byte_exact else "cast to another dtype, or dequantised",
             "left out": "; ".join(f"{name}: {reason}" for name, reason in report.dropped.items()) or "nothing",
             "time": f"{report.seconds:.1f} s, {report.megabytes_per_second:,.0f} MB/s",
             "peak memory": "unknown" if peak is None else decimal(peak),

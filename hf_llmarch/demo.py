@@ -19,10 +19,11 @@ import transformers
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, TextStreamer, pipeline
 from transformers.utils import logging
 
 import hf_llmarch.conversion
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.cli import Exit, certificate_view, facts, report_view
 from hf_llmarch.conversion import convert, export, verify
 from hf_llmarch.conversion.checkpoint import CONFIG, open_checkpoint
@@ -50,9 +51,10 @@ def main(model: str | None = None) -> int:
     console.print(certificate_view(certificate))
     console.print(facts("Exported back", {"result": f"differs in {', '.join(apart)}" if apart else exact}))
 
-    llm = AutoModelForCausalLM.from_pretrained(destination)
+    (architecture,) = LlmArchConfig.from_pretrained(destination).architectures or ()
+    llm = getattr(hf_llmarch, architecture).from_pretrained(destination)
     console.print(facts("The model in numbers", numbers(llm, record.report)))
-    answer = ask(llm, destination)
+    answer = ask(llm, destination) if isinstance(llm, LlmArchForCausalLM) else ""
     return 0 if certificate.ok and not apart and (model is not None or ANSWER in answer) else 1
 
 
@@ -144,11 +146,6 @@ def exported_differences(source: str, folder: Path, dropped: Collection[str]) ->
 def numbers(model: PreTrainedModel, report: Report) -> dict[str, str]:
     """The model's card in numbers."""
     config = model.config
-    with torch.no_grad():
-        cache = DynamicCache(config=config)
-        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
-    held = (getattr(layer, name) for layer in cache.layers for name in ("keys", "values"))
-    kv_bytes = sum(tensor.nbytes for tensor in held)
     return {
         "parameters": f"{model.num_parameters():,}",
         "layers": f"{config.num_hidden_layers}",
@@ -156,10 +153,21 @@ def numbers(model: PreTrainedModel, report: Report) -> dict[str, str]:
         f"({config.attention_kind})",
         "width": f"{config.hidden_size:,}, feed-forward {config.intermediate_size:,}, vocabulary {config.vocab_size:,}",
         "context": f"{config.max_position_embeddings:,} tokens",
-        "KV cache": f"{kv_bytes:,} bytes a token in {str(model.dtype).removeprefix('torch.')}",
+        "KV cache": kv_cache(model)
+        if isinstance(model, LlmArchForCausalLM)
+        else "not counted: this is no causal language model",
         "converted in": f"{report.seconds:.1f} s, {report.megabytes_per_second:,.0f} MB/s",
         "peak memory": "unknown" if report.peak_rss_bytes is None else f"{decimal(report.peak_rss_bytes)} resident",
     }
+
+
+def kv_cache(model: LlmArchForCausalLM) -> str:
+    """What one token adds to the cache, measured."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.long), cache=cache)
+    held = (getattr(layer, name) for layer in cache.layers for name in ("keys", "values"))
+    return f"{sum(tensor.nbytes for tensor in held):,} bytes a token in {str(model.dtype).removeprefix('torch.')}"
 
 
 def ask(model: PreTrainedModel, folder: Path) -> str:
@@ -167,7 +175,7 @@ def ask(model: PreTrainedModel, folder: Path) -> str:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        console.print(f"No question asked, for want of a tokenizer: {error}", markup=False)
+        console.print(f"No question asked, for want of a tokenizer: {str(error).splitlines()[0]}", markup=False)
         return ""
     prompt: Any = [{"role": "user", "content": QUESTION}] if tokenizer.chat_template else QUESTION
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)

@@ -34,6 +34,7 @@ from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .norms import norm
+from .parallel import expert_parallel_plan, tensor_parallel_plan
 from .positions import PADDING, POSITIONS
 
 
@@ -135,6 +136,9 @@ class LlmArchModel(LlmArchPreTrainedModel):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        # On the instance, where the host has them on the class: they depend on the config.
+        plans: Any = config
+        plans.base_model_tp_plan, plans.base_model_ep_plan = tensor_parallel_plan(config), expert_parallel_plan(config)
         width = config.embedding_size or config.hidden_size
         self.embed_tokens = token_embedding(config)
         self.embed_types = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
@@ -280,6 +284,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
     """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)

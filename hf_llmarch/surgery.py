@@ -80,18 +80,19 @@ def to_linear(shapes: Mapping[str, Shape]) -> Iterator[Move]:
 
 
 def to_packed(shapes: Mapping[str, Shape]) -> Iterator[Move]:
-    # Name -> where the experts are, and the tensor of one of them: ("model.layers.0.mlp", "up_proj.weight").
-    places = {name: (name.rpartition(EXPERTS)[0], name.rpartition(EXPERTS)[2].partition(".")[2]) for name in shapes}
-    experts = Counter(places.values())
+    # Name -> where the experts are, which one it is of, and what of it: "model.layers.0.mlp", "3", "up_proj.weight".
+    places = {name: (name.rpartition(EXPERTS)[0], *name.rpartition(EXPERTS)[2].partition(".")[::2]) for name in shapes}
+    experts = Counter(prefix for prefix, _ in {(prefix, e) for prefix, e, _ in places.values()})
+    gated = {prefix for prefix, _, part in places.values() if part == "gate_proj.weight"}
     done: set[str] = set()
-    for name, (prefix, piece) in places.items():
-        absent = WITHOUT[(prefix, "gate_proj.weight") in experts]
-        packed = next((p for p, parts in PACKED.items() if prefix and piece in parts and p not in absent), None)
+    for name, (prefix, _, part) in places.items():
+        absent = WITHOUT[prefix in gated]
+        packed = next((p for p, parts in PACKED.items() if prefix and part in parts and p not in absent), None)
         if packed is None:
             yield Move((name,), (name,))
         elif name not in done:
             parts = PACKED[packed]
-            sources = tuple(f"{prefix}{EXPERTS}{e}.{part}" for e in range(experts[prefix, piece]) for part in parts)
+            sources = tuple(f"{prefix}{EXPERTS}{e}.{piece}" for e in range(experts[prefix]) for piece in parts)
             done.update(sources)
             yield Move(sources, (f"{prefix}{EXPERTS}{packed}",), pack, len(parts))
 
@@ -187,15 +188,19 @@ def moved_experts(experts: nn.Module, config: LlmArchConfig, layer: LlmArchConfi
     shapes = {name: tuple(value.shape) for name, value in before.items()}
     with torch.device("meta"):
         after = EXPERT_LAYOUTS[layer.experts_layout](config, layer)
-    state: dict[str, nn.Parameter] = {}
+    state: dict[str, Tensor] = {}
+    frozen: set[str] = set()
     for move in moves(shapes, layer.experts_layout, {cast(int, layer.num_experts)}):
-        trained = any(before[name].requires_grad for name in move.sources)
         for name, result in move.run(lambda name: before[name].detach()):
-            state[name.rpartition(EXPERTS)[2]] = nn.Parameter(result, requires_grad=trained)
+            state[name.rpartition(EXPERTS)[2]] = result
+        if not any(before[name].requires_grad for name in move.sources):
+            frozen.update(name.rpartition(EXPERTS)[2] for name in move.targets)
     try:
         after.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ConversionError(f"The experts are not those that the config describes: {error}") from error
+    for name, parameter in after.named_parameters():
+        parameter.requires_grad_(name not in frozen)
     return after.train(experts.training)
 
 

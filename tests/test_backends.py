@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MIXED, MLA, TEXT_LENGTH, assert_close, differs, redraw, text, tiny_config, tiny_model, variants
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM, LlmArchModel
 from hf_llmarch.compat import CACHE
+from tiny import MIXED, MLA, TEXT_LENGTH, assert_close, differs, redraw, text, tiny_config, tiny_model, variants
 
 VARIANTS = [pytest.param(variant.switches, id=label) for label, _, variant in variants()]
 
@@ -61,7 +61,9 @@ def test_sdpa_equals_eager(switches: dict[str, Any]) -> None:
         assert_close(fused, plain, "backend")
 
 
-@pytest.mark.parametrize("switches", [{}, MIXED, MLA, {"position_encoding": "alibi"}, {"position_encoding": "relative_bias"}])
+@pytest.mark.parametrize(
+    "switches", [{}, MIXED, MLA, {"position_encoding": "alibi"}, {"position_encoding": "relative_bias"}]
+)
 def test_gradients_of_sdpa_equal_those_of_eager(switches: dict[str, Any]) -> None:
     gradients = []
     for implementation in ("sdpa", "eager"):
@@ -120,7 +122,9 @@ def test_refused_in_forward_when_set_behind_our_back(name: str, switches: dict[s
 
 
 def test_a_refusal_says_what_would_do() -> None:
-    with pytest.raises(ValueError, match="attention_sinks=True and would ignore it. Use one of: eager, flash_attention_3"):
+    with pytest.raises(
+        ValueError, match=r"attention_sinks=True and would ignore it\. Use one of: eager, flash_attention_3"
+    ):
         tiny_model(attention_sinks=True).set_attn_implementation("sdpa")
 
 

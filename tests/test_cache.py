@@ -5,6 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
+
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.compat import CACHE
 from tiny import (
     LONGROPE,
     MIXED,
@@ -19,10 +23,6 @@ from tiny import (
     tiny_model,
     variants,
 )
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
-
-from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.compat import CACHE
 
 pytestmark = pytest.mark.core
 

@@ -4,16 +4,17 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
+import hf_llmarch.conversion
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.cli import EXIT_MEANING, Exit, app
 from tiny import redraw
@@ -208,10 +209,18 @@ def test_defects_have_their_own_code(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     def defective(*args: object, **options: object) -> None:
         raise KeyError("layer")
 
-    monkeypatch.setattr(import_module("hf_llmarch.conversion.convert"), "convert", defective)
+    monkeypatch.setattr(hf_llmarch.conversion, "convert", defective)
     result = run("convert", tmp_path, tmp_path / "out")
     assert result.exit_code == Exit.INTERNAL
     assert "--debug" in result.stderr
+
+
+def test_a_config_of_ours_that_cannot_be(ours: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(ours, tmp_path / "damaged"))
+    edit_config(damaged, norm_placement="middle")
+    code, error = run_json("export", damaged, tmp_path / "out")
+    assert code == Exit.INPUT
+    assert "norm_placement" in error["message"]
 
 
 @pytest.mark.parametrize("arguments", [("convert",), ("nonsense",), ("verify", "a", "b", "--new-tokens", "-1")])
@@ -242,7 +251,7 @@ def test_what_a_switch_needs_is_told() -> None:
     _, answer = run_json("switches")
     needs = {row["name"]: row["needs"] for row in answer["switches"]}
     assert needs["alibi_bias_max"] == "position_encoding='alibi'"
-    with pytest.raises(ValueError, match=needs["alibi_bias_max"]):
+    with pytest.raises(StrictDataclassError, match=needs["alibi_bias_max"]):
         LlmArchConfig(alibi_bias_max=4)
     LlmArchConfig(alibi_bias_max=4, position_encoding="alibi")
 

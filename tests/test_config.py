@@ -10,18 +10,21 @@ from typing import Any, get_args
 
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
-from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, YARN, tiny_config, variants
 from transformers import AutoConfig
 
 from hf_llmarch import LlmArchConfig
 from hf_llmarch import configuration_llmarch as configuration
 from hf_llmarch.attention import QK_NORM_SHAPES
 from hf_llmarch.block import ATTENTIONS, BLOCKS
-from hf_llmarch.configuration_llmarch import NEEDS, PENDING, ROPE_SPELLINGS, RULES
+from hf_llmarch.configuration_llmarch import NEEDS, ROPE_SPELLINGS, RULES
+from hf_llmarch.experts import EXPERT_LAYOUTS, GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES
 from hf_llmarch.feedforward import FEED_FORWARDS
+from hf_llmarch.heads import POOLINGS
 from hf_llmarch.norms import NORM_SLOTS, NORMS
 from hf_llmarch.positions import POSITIONS, ROPE_FREQUENCIES
+from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, STACKS, SWITCHES, YARN, tiny_config, variants
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}
 SLIDING = {"layer_types": ["sliding_attention"] * 3}
 
 
@@ -34,7 +37,7 @@ def refusal(**switches: Any) -> str:
     return str(error)
 
 
-# -- types ----------------------------------------------------------------------------------------------------------------
+# -- types ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,7 +76,7 @@ def test_json_numbers_are_numbers() -> None:
         assert getattr(tiny_config(**{name: 1}), name) == getattr(tiny_config(**{name: 1.0}), name) == 1
 
 
-# -- unknown names --------------------------------------------------------------------------------------------------------
+# -- unknown names ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ def test_names_of_the_host_are_no_typos(name: str) -> None:
     tiny_config(**{name: {0: "a"} if name == "id2label" else None})
 
 
-# -- combinations ---------------------------------------------------------------------------------------------------------
+# -- combinations -----------------------------------------------------------------------------------------------------
 
 # An example that breaks each row of RULES, by the fields of the row.
 BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
@@ -141,15 +144,77 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {**MIXED, "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}}
     ],
     ("rope_parameters",): [{"rope_parameters": {"rope_type": "proportional", "rope_theta": 7.0}}],
+    ("sliding_window", "attention_chunk_size"): [
+        {
+            **{"sliding_window": 5, "attention_chunk_size": 6},
+            "layer_types": ["full_attention", "chunked_attention", "sliding_attention"],
+        }
+    ],
+    ("sliding_window",): [{"sliding_window": 1}, {"sliding_window": 0}],
+    ("embedding_size", "tie_word_embeddings", "lm_head_transform"): [
+        {"embedding_size": 20, "tie_word_embeddings": True},
+    ],
     ("rope_parameters", "head_dim", "qk_rope_head_dim"): [
+        {"head_dim": 2, "rope_parameters": {"rope_type": "ntk", "rope_theta": 7.0, "factor": 2.0}},
+        {"head_dim": 4, "rope_parameters": {**DYNAMIC, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.1}},
         {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
         {**MLA, "qk_rope_head_dim": 7},
     ],
     ("nope_layers", "num_hidden_layers"): [{"nope_layers": [3]}, {"nope_layers": [-1]}],
-    ("position_encoding", "hidden_size"): [{"position_encoding": "sinusoidal", "hidden_size": 49}],
+    ("position_encoding", "hidden_size", "embedding_size"): [
+        {"position_encoding": "sinusoidal", "hidden_size": 49},
+        {"position_encoding": "sinusoidal", "embedding_size": 21},
+    ],
     ("parallel_block", "norm_placement"): [
         {"parallel_block": True, "norm_placement": "sandwich"},
         {"parallel_block": True, "norm_placement": "post", "parallel_norms": 2},
+    ],
+    ("num_experts", "num_experts_per_tok"): [
+        {"num_experts": 3, "num_experts_per_tok": 4},
+        {"num_experts": 3, "num_experts_per_tok": 0},
+    ],
+    ("num_experts", "n_group", "topk_group"): [
+        {"num_experts": 6, "topk_group": 1},
+        {"num_experts": 6, "n_group": 3},
+        {"num_experts": 6, "n_group": 4, "topk_group": 2},
+        {"num_experts": 6, "n_group": 2, "topk_group": 3},
+        {"num_experts": 6, "n_group": 6, "topk_group": 1},
+    ],
+    ("router_group_score", "num_experts", "n_group"): [
+        {"num_experts": 6, "router_group_score": "top2"},
+        {"num_experts": 6, "n_group": 6, "topk_group": 3, "router_group_score": "top2"},
+    ],
+    ("router_bias_update_rate", "router_selection_bias"): [{"num_experts": 6, "router_bias_update_rate": 0.01}],
+    ("router_type", "topology"): [{"num_experts": 6, "router_type": "expert_choice"}],
+    ("router_type", "n_group", "router_selection_bias", "overflow"): [
+        {"num_experts": 6, "router_type": "sparsemixer", "router_selection_bias": True},
+        {"num_experts": 6, "router_type": "sparsemixer", "n_group": 3, "topk_group": 2},
+    ],
+    ("router_type", "capacity_factor", "router_score", "router_bias"): [
+        {"num_experts": 6, "router_type": "sparsemixer", "capacity_factor": 1.5},
+        {"num_experts": 6, "router_type": "sparsemixer", "router_score": "sigmoid"},
+        {"num_experts": 6, "router_type": "sparsemixer", "router_bias": True},
+    ],
+    ("overflow", "capacity_factor"): [{"num_experts": 6, "overflow": "next_best"}],
+    ("glu_limit", "glu_up_offset", "ffn_type"): [
+        {"ffn_type": "mlp", "glu_limit": 7.0},
+        {"ffn_type": "mlp", "glu_up_offset": 1.0},
+    ],
+    ("shared_expert_gate", "num_shared_experts"): [{"num_experts": 6, "shared_expert_gate": True}],
+    ("topology", "parallel_block"): [{"topology": "encoder-decoder", "parallel_block": True}],
+    ("topology", "attention_chunk_size"): [
+        {"topology": "encoder", "attention_chunk_size": 5},
+        {"topology": "encoder-decoder", "attention_chunk_size": 5},
+    ],
+    ("layer_groups", "topology", "num_hidden_layers"): [
+        {"layer_groups": 1},
+        {"topology": "encoder", "layer_groups": 2},
+    ],
+    ("classifier_pooling", "pooler"): [{"topology": "encoder", "classifier_pooling": "pooler"}],
+    ("share_source_embeddings", "hidden_size", "source_stack"): [
+        {"topology": "encoder-decoder", "source_stack": {"vocab_size": 50}},
+        {"topology": "encoder-decoder", "source_stack": {"hidden_size": 32}},
     ],
     ("swish_beta", "hidden_act"): [{"swish_beta": 1.5, "hidden_act": "gelu"}],
 }
@@ -171,9 +236,25 @@ UNREAD: dict[str, Any] = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 20,
     "parallel_norms": 2,
+    "head_act": "relu",
+    "head_bias": False,
+    "classifier_act": "relu",
+    "classifier_norm": True,
+    "source_stack": {"num_hidden_layers": 2},
+    "share_source_embeddings": False,
+    "pooler": True,
+    "first_attention_norm": {"norm_placement": "branch"},
+    "positions_skip_padding": True,
+    "relative_attention_shared": False,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 7,
     "num_shared_experts": 1,
+    "shared_expert_intermediate_size": 7,
+    "router_bias": True,
+    "router_in_fp32": False,
+    "router_group_score": "top2",
+    "router_selection_bias": True,
+    "router_aux_loss_scope": "batch",
     "shared_expert_gate": True,
     "mlp_layer_types": ["sparse"] * 3,
     "router_type": "expert_choice",
@@ -190,16 +271,14 @@ UNREAD: dict[str, Any] = {
     "router_bias_update_rate": 0.01,
     "experts_layout": "linear",
 }
-UNREAD_VALUES = {"rope_interleaved": True, "nope_layers": [1]}
-
-PENDING_VALUES: dict[str, Any] = {"topology": "encoder", "num_experts": 4, "type_vocab_size": 2}
+# Where it is the rest of the config that keeps it from being read, that is what stands above; the value stands here.
+UNREAD_VALUES = {"rope_interleaved": True, "nope_layers": [1], "first_attention_norm": False}
 
 
 def test_every_refusal_has_an_example() -> None:
     assert {rule.fields for rule in RULES} == set(BROKEN)
     assert len(RULES) == len(BROKEN), "two rules on the same fields: give each its own example"
     assert set(NEEDS) == set(UNREAD)
-    assert set(PENDING) == set(PENDING_VALUES)
 
 
 @pytest.mark.parametrize(
@@ -216,20 +295,25 @@ def test_each_rule_refuses_naming_its_fields(fields: tuple[str, ...], switches: 
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_switch_that_nothing_reads_is_refused(name: str) -> None:
-    given = UNREAD[name]
-    switches = {**given, name: UNREAD_VALUES[name]} if isinstance(given, dict) else {name: given}
+    switches = {**UNREAD[name], name: UNREAD_VALUES[name]} if name in UNREAD_VALUES else {name: UNREAD[name]}
     message = refusal(**switches)
     assert f"{name}={switches[name]!r} has no effect without {NEEDS[name][0]}" in message
 
 
-@pytest.mark.parametrize("name", PENDING_VALUES)
-def test_pending_switches_say_so(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name}={PENDING_VALUES[name]!r}"):
-        tiny_config(**{name: PENDING_VALUES[name]})
-
-
 def test_layer_types_must_be_as_many_as_layers() -> None:
     assert "layer_types" in refusal(layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "head_dim"),
+        *("max_position_embeddings", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_there_is_no_model_of_size_zero(name: str, value: int) -> None:
+    assert name in refusal(**{name: value, "position_encoding": "none"})
 
 
 def test_odd_heads_are_refused_with_rope_alone() -> None:
@@ -237,14 +321,16 @@ def test_odd_heads_are_refused_with_rope_alone() -> None:
     assert tiny_config(head_dim=9, position_encoding="alibi").head_dim == 9
 
 
-# -- old spellings of RoPE ------------------------------------------------------------------------------------------------
+# -- old spellings of RoPE --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_rope_scaling(key: str) -> None:
     config = tiny_config(rope_theta=777.0, rope_scaling={key: "linear", "factor": 3.0})
     modern = tiny_config(rope_parameters={"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0})
-    assert config.rope_parameters == modern.rope_parameters == {"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0}
+    assert (
+        config.rope_parameters == modern.rope_parameters == {"rope_type": "linear", "rope_theta": 777.0, "factor": 3.0}
+    )
     assert config.to_dict() == modern.to_dict()
     assert config.rope_theta == 777.0
 
@@ -275,7 +361,11 @@ def test_bases_that_disagree_are_refused(where: str) -> None:
 
 
 def test_rope_without_rope_is_refused() -> None:
-    for old in ({"rope_theta": 5.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"partial_rotary_factor": 0.5}):
+    for old in (
+        {"rope_theta": 5.0},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 0.5},
+    ):
         assert next(iter(old)) in refusal(position_encoding="alibi", **old)
         assert "position_encoding='alibi'" in refusal(position_encoding="alibi", **old)
     assert not tiny_config(position_encoding="alibi", **dict.fromkeys(ROPE_SPELLINGS)).rope_parameters
@@ -320,9 +410,13 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
         yield value
 
 
-# -- what is written is read ----------------------------------------------------------------------------------------------
+# -- what is written is read ------------------------------------------------------------------------------------------
 
-VARIANTS = [pytest.param(variant.switches, id=label) for label, _, variant in variants()]
+VARIANTS = [
+    pytest.param(variant.switches, id=f"{kind}{label}")
+    for kind, table in (("", SWITCHES), ("stack,", STACKS))
+    for label, _, variant in variants(table)
+]
 
 
 @pytest.mark.parametrize("switches", VARIANTS)
@@ -362,7 +456,7 @@ def test_keywords_of_from_pretrained_override_what_was_saved(tmp_path: Path) -> 
     assert config.norm_placement == "sandwich"
 
 
-# -- one layer's own ------------------------------------------------------------------------------------------------------
+# -- one layer's own --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -398,8 +492,12 @@ def test_a_layer_may_differ_in_what_is_its_own(own: dict[str, Any], tmp_path: Pa
         ({"per_layer_config": {1: {"tie_word_embeddings": True}}}, "tie_word_embeddings"),
         ({"per_layer_config": {1: {"final_norm": False}}}, "final_norm"),
         ({"per_layer_config": {1: {"head_dim": 8}}}, "head_dim"),
+        ({"topology": "encoder", "layer_groups": 1, "per_layer_config": {1: {"ffn_bias": True}}}, "layer_groups"),
         ({"position_encoding": "alibi", "per_layer_config": {1: {"num_attention_heads": 4}}}, "num_attention_heads"),
-        ({"position_encoding": "relative_bias", "per_layer_config": {1: {"num_attention_heads": 4}}}, "num_attention_heads"),
+        (
+            {"position_encoding": "relative_bias", "per_layer_config": {1: {"num_attention_heads": 4}}},
+            "num_attention_heads",
+        ),
     ],
     ids=str,
 )
@@ -412,11 +510,10 @@ def test_a_layer_may_not_differ_in_what_the_model_has_once(switches: dict[str, A
 def test_rules_hold_in_each_layer() -> None:
     assert "num_key_value_heads=4" in refusal(per_layer_config={2: {"num_key_value_heads": 4}})
     assert "parallel_norms=2" in refusal(per_layer_config={0: {"parallel_norms": 2}})
-    with pytest.raises(NotImplementedError, match="num_experts=4"):
-        tiny_config(per_layer_config={1: {"num_experts": 4}})
+    assert "num_experts_per_tok=2" in refusal(per_layer_config={1: {"num_experts": 1}})
 
 
-# -- tables and derived values --------------------------------------------------------------------------------------------
+# -- tables and derived values ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -437,8 +534,14 @@ def test_tables_have_a_part_for_each_value(table: Mapping[str, Any], literal: An
 def test_other_tables_have_a_part_for_each_value() -> None:
     assert set(QK_NORM_SHAPES) == set(get_args(configuration.QKNorm)) - {"none"}
     assert set(get_args(configuration.RopeType)) <= set(ROPE_FREQUENCIES)
-    assert {parallel for parallel, _ in BLOCKS} == {True, False}
-    assert {norms for parallel, norms in BLOCKS if parallel} == {1, 2}
+    # A parallel block has no place for cross-attention, and one norm or two only where it is parallel.
+    assert set(BLOCKS) == {(False, 1, False), (True, 1, False), (True, 2, False), (False, 1, True)}
+    assert set(ROUTERS) == set(get_args(configuration.RouterType))
+    assert set(SCORES) == set(get_args(configuration.RouterScore))
+    assert set(GROUP_SCORES) == set(get_args(configuration.RouterGroupScore))
+    assert set(OVERFLOWS) == set(get_args(configuration.Overflow))
+    assert set(EXPERT_LAYOUTS) == set(get_args(configuration.ExpertsLayout))
+    assert set(POOLINGS) == set(get_args(configuration.ClassifierPooling))
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -454,7 +557,10 @@ def test_every_field_says_what_it_is() -> None:
 
 
 DERIVED: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"hidden_size": 96, "num_attention_heads": 6}, {"head_dim": 16, "num_key_value_heads": 6, "attention_kind": "mha"}),
+    (
+        {"hidden_size": 96, "num_attention_heads": 6},
+        {"head_dim": 16, "num_key_value_heads": 6, "attention_kind": "mha"},
+    ),
     ({"num_attention_heads": 8, "attention_type": "mqa"}, {"num_key_value_heads": 1, "attention_kind": "mqa"}),
     ({"num_attention_heads": 8, "num_key_value_heads": 1}, {"attention_kind": "mqa", "attention_type": None}),
     ({"num_attention_heads": 8, "num_key_value_heads": 4}, {"attention_kind": "gqa"}),

@@ -54,6 +54,11 @@ def native_model(config: dict[str, Any]) -> PreTrainedModel:
         native.transformer.build_mpt_alibi_tensor = partial(
             build_mpt_alibi_tensor, alibi_bias_max=native.config.attn_config.alibi_bias_max
         )
+    if family == "gpt_oss":
+        # Its class had constants in their place before transformers read them from the config.
+        for layer in native.model.layers:
+            layer.mlp.experts.alpha = getattr(native.config, "swiglu_alpha", 1.702)
+            layer.mlp.experts.limit = getattr(native.config, "swiglu_limit", 7.0)
     return native
 
 
@@ -61,7 +66,8 @@ def build(case: str, folder: Path, **changes: Any) -> Converted:
     # What its authors wrote, not what this version of transformers would.
     config = {"model_type": model_type(case), "torch_dtype": "float32", **CASES[case], **changes}
     native = native_model(config)
-    redraw(native).save_pretrained(folder)
+    redraw(native)
+    native.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     proven = plan(config, {name: tuple(t.shape) for name, t in tensors.items()})
     ours = LlmArchForCausalLM(proven.config).eval()
@@ -121,7 +127,7 @@ def test_norms_round_where_the_native_class_does(converted: Converted) -> None:
     assert norms
     for mine, theirs in norms.items():
         differing = ours.get_submodule(mine)(x) != native.get_submodule(theirs)(x)
-        # A sum in another order may tip a tie of rounding; the other order of cast and gain changes a third of all values.
+        # A sum in another order may tip a tie; the other order of cast and gain changes a third of all values.
         assert differing.float().mean() < 0.01, mine
 
 
@@ -149,7 +155,8 @@ def test_dropout_goes_where_the_native_class_has_it(family: str, field: str, tmp
 def test_greedy_tokens_with_cache(converted: Converted) -> None:
     ids, mask = left_padded()
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ours, native = (model.generate(ids, attention_mask=mask, **options) for model in (converted.ours, converted.native))
+    models: tuple[Any, Any] = converted.ours, converted.native
+    ours, native = (model.generate(ids, attention_mask=mask, **options) for model in models)
     assert ours.shape[1] == TEXT_LENGTH + 9
     assert ours.tolist() == native.tolist()
 

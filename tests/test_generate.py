@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LONGROPE, MIXED, MLA, redraw, text, tiny_config
 from transformers import GenerationConfig, StaticCache
 from transformers.masking_utils import create_chunked_causal_mask
 
 from hf_llmarch import LlmArchForCausalLM
 from hf_llmarch.compat import CACHE
+from tiny import LONGROPE, MIXED, MLA, redraw, text, tiny_config
 
 pytestmark = pytest.mark.core
 
@@ -68,7 +68,9 @@ STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 @each_architecture
 @pytest.mark.parametrize(
-    "options", [{"use_cache": False}, {}, STATIC, {"prefill_chunk_size": 4}], ids=["none", "dynamic", "static", "prefill"]
+    "options",
+    [{"use_cache": False}, {}, STATIC, {"prefill_chunk_size": 4}],
+    ids=["none", "dynamic", "static", "prefill"],
 )
 def test_greedy(switches: dict[str, Any], options: dict[str, Any]) -> None:
     model, ids = build(switches), text(length=9)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cache import CACHES, CHUNKS, decode, left_padded
-from tiny import MIXED, MLA, TEXT_LENGTH, YARN, assert_close, redraw, text, tiny_config, tiny_model
 from torch import nn
 from transformers import Cache, DeepseekV3Config, DynamicCache, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -15,6 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from hf_llmarch import LlmArchForCausalLM, LlmArchModel
 from hf_llmarch.compat import CACHE
 from hf_llmarch.latent_attention import LatentAttention
+from test_cache import CACHES, CHUNKS, decode, left_padded
+from tiny import MIXED, MLA, TEXT_LENGTH, YARN, assert_close, redraw, text, tiny_config, tiny_model
 
 pytestmark = pytest.mark.core
 
@@ -74,7 +74,7 @@ def watched() -> Iterator[list[bool]]:
         yield taken
 
 
-# -- what is cached -------------------------------------------------------------------------------------------------------
+# -- what is cached ---------------------------------------------------------------------------------------------------
 
 
 def layer_bytes(cache: Cache) -> list[int]:
@@ -115,7 +115,7 @@ def test_what_is_cached_changes_no_number(switches: dict[str, Any], kind: str) -
         assert_close(decode(model, ids, CACHES[kind](model.config, TEXT_LENGTH + 7)), whole, "cache")
 
 
-# -- absorbed and expanded ------------------------------------------------------------------------------------------------
+# -- absorbed and expanded --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -229,7 +229,7 @@ def test_a_projection_that_is_not_a_plain_one_is_not_folded() -> None:
     assert not any(taken)
 
 
-# -- transformers' own ----------------------------------------------------------------------------------------------------
+# -- transformers' own ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tiny import MLA, TOLERANCES, redraw, tiny_config
 
 from hf_llmarch import LlmArchConfig, LlmArchModel
+from tiny import MLA, TOLERANCES, redraw, tiny_config
 
 Floats = NDArray[np.float64]
 
@@ -27,13 +27,15 @@ def assert_near(actual: torch.Tensor, expected: Floats) -> None:
     assert deviation <= TOLERANCES["double"] * (expected.max() - expected.min())
 
 
-# -- rotations: arXiv 2104.09864 equation 34, as a product of complex numbers ---------------------------------------------
+# -- rotations: arXiv 2104.09864 equation 34, as a product of complex numbers -----------------------------------------
 
 
 def rotated(x: Floats, frequencies: Floats, positions: NDArray[Any], interleaved: bool, factor: float = 1.0) -> Floats:
     """`x` `(T, D)` with its first 2 * len(frequencies) channels turned, in pairs, by position times frequency."""
     n = len(frequencies)
-    first, second = (np.arange(0, 2 * n, 2), np.arange(1, 2 * n, 2)) if interleaved else (np.arange(n), np.arange(n) + n)
+    first, second = (
+        (np.arange(0, 2 * n, 2), np.arange(1, 2 * n, 2)) if interleaved else (np.arange(n), np.arange(n) + n)
+    )
     turn = factor * np.exp(1j * np.outer(positions, frequencies))
     turned = (x[:, first] + 1j * x[:, second]) * turn
     out = x.copy()
@@ -255,7 +257,7 @@ LONG = [1.1, 1.9, 2.8, 4.0, 6.0, 9.0, 12.0, 15.0]
 @pytest.mark.parametrize("given", [{}, {"factor": 6.0}, {"attention_factor": 1.21}], ids=["ratio", "factor", "given"])
 @pytest.mark.parametrize(("length", "factors"), [(31, SHORT), (32, SHORT), (33, LONG), (100, LONG)])
 def test_longrope(length: int, factors: list[float], given: dict[str, float]) -> None:
-    """arXiv 2402.13753: a factor a frequency, one list up to the original length and one beyond; Phi-3's attention factor."""
+    """arXiv 2402.13753: a factor a frequency, one list up to the original length, one beyond; Phi-3's attention."""
     original, longest = 32, 128
     config = rope(
         **{"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, **given},
@@ -268,7 +270,7 @@ def test_longrope(length: int, factors: list[float], given: dict[str, float]) ->
     check_rotation(config, frequencies, attention_factor, positions=np.arange(length))
 
 
-# -- added to the embedding: arXiv 1706.03762 section 3.5 -----------------------------------------------------------------
+# -- added to the embedding: arXiv 1706.03762 section 3.5 -------------------------------------------------------------
 
 
 def sinusoid(position: int, channel: int, width: int) -> float:
@@ -281,9 +283,7 @@ def sinusoid(position: int, channel: int, width: int) -> float:
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_sinusoidal(layout: str, offset: int) -> None:
     width = 48
-    model = LlmArchModel(
-        tiny_config(position_encoding="sinusoidal", sinusoidal_layout=layout, position_offset=offset)
-    )
+    model = LlmArchModel(tiny_config(position_encoding="sinusoidal", sinusoidal_layout=layout, position_offset=offset))
     x = torch.zeros(1, len(POSITIONS), width)
     table = model.embed_positions.embed(x, torch.from_numpy(POSITIONS)[None])[0]
     expected = np.array([[sinusoid(int(p) + offset, c, width) for c in range(width)] for p in POSITIONS])
@@ -301,7 +301,7 @@ def test_learned(offset: int) -> None:
     assert torch.equal(table, model.embed_positions.weight[positions + offset])
 
 
-# -- added to the scores --------------------------------------------------------------------------------------------------
+# -- added to the scores ----------------------------------------------------------------------------------------------
 
 
 def score_bias(config: LlmArchConfig, length: int) -> torch.Tensor:
@@ -374,9 +374,11 @@ def t5_bucket(distance: int, buckets: int, max_distance: int) -> int:
     rest = buckets - exact
     if distance < exact:
         return distance
-    reached = max(k for k in range(rest + 1) if distance**rest * exact**k >= max_distance**k * exact**rest) if (
-        distance <= max_distance
-    ) else rest
+    reached = (
+        max(k for k in range(rest + 1) if distance**rest * exact**k >= max_distance**k * exact**rest)
+        if (distance <= max_distance)
+        else rest
+    )
     return min(exact + reached, buckets - 1)
 
 

@@ -9,12 +9,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
-from test_cache import decode
-from tiny import assert_close, redraw
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch import configuration_llmarch as configuration
+from test_cache import decode
+from tiny import assert_close, redraw
 
 LENGTH, CHUNKS = 11, (5, 1, 1, 3, 1)
 LONGEST = 32  # of positions: the text never reaches it, so dynamic frequencies are those of a short text throughout
@@ -49,7 +49,9 @@ def rope_of(draw: Draw, rotated: int) -> dict[str, Any]:
     if kind in ("yarn", "llama3"):
         parameters["original_max_position_embeddings"] = draw(st.sampled_from([8, 16]))
     if kind == "yarn":
-        parameters |= draw(st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}, {"beta_fast": 4}]))
+        parameters |= draw(
+            st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 0.9}, {"truncate": False}, {"beta_fast": 4}])
+        )
     if kind == "llama3":
         parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if kind == "longrope":
@@ -92,7 +94,10 @@ def attention_of(draw: Draw) -> dict[str, Any]:
         "clip_qkv": draw(maybe(0.5)),
     }
     if qk_norm != "none":
-        switches |= {"qk_norm_type": draw(st.one_of(st.none(), of(configuration.NormType))), "qk_norm_bias": draw(maybe(True, False))}
+        switches |= {
+            "qk_norm_type": draw(st.one_of(st.none(), of(configuration.NormType))),
+            "qk_norm_bias": draw(maybe(True, False)),
+        }
     return switches
 
 
@@ -100,7 +105,11 @@ def attention_of(draw: Draw) -> dict[str, Any]:
 def layers_of(draw: Draw) -> dict[str, Any]:
     layers = draw(st.integers(1, 3))
     # Windows and blocks in one model are refused, as one cache serves them.
-    allowed = draw(st.sampled_from([["full_attention"], ["full_attention", "sliding_attention"], ["full_attention", "chunked_attention"]]))
+    allowed = draw(
+        st.sampled_from(
+            [["full_attention"], ["full_attention", "sliding_attention"], ["full_attention", "chunked_attention"]]
+        )
+    )
     kinds = draw(st.lists(st.sampled_from(allowed), min_size=layers, max_size=layers))
     return {
         "num_hidden_layers": layers,
@@ -121,11 +130,15 @@ def positions_of(draw: Draw, attention: dict[str, Any], layers: dict[str, Any]) 
         rotated = attention["head_dim"]
         parameters = rope_of(rotated)
         kinds = sorted(set(layers["layer_types"]))
-        by_type = st.fixed_dictionaries({k: parameters for k in kinds})
+        by_type = st.fixed_dictionaries(dict.fromkeys(kinds, parameters))
         switches["rope_parameters"] = draw(st.one_of(st.none(), parameters, by_type))
         switches["rope_interleaved"] = draw(FLAG)
     elif kind == "alibi":
-        switches |= {"alibi_bias_max": draw(st.sampled_from([4, 8, 16])), "alibi_scaled": draw(FLAG), "alibi_in_bf16": draw(FLAG)}
+        switches |= {
+            "alibi_bias_max": draw(st.sampled_from([4, 8, 16])),
+            "alibi_scaled": draw(FLAG),
+            "alibi_in_bf16": draw(FLAG),
+        }
     elif kind == "relative_bias":
         switches |= {
             "relative_attention_num_buckets": draw(st.integers(4, 9)),

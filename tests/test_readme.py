@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from hf_llmarch.cli import app
@@ -43,6 +47,26 @@ def test_commands_of_the_readme_exist() -> None:
         options = {option for line in used for option in re.findall(r"(--[\w-]+)", line)}
         text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
         assert not [option for option in options if option not in text]
+
+
+def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    first = [line for line in blocks[0].splitlines() if line]
+    assert len(first) <= 10
+    words = ["<unk>", *re.findall(r"\w+", "The capital of France is Paris")]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "source")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        # The same lines, on a source that needs no network.
+        exec(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "source"), names)
+    assert names["tuned"].num_parameters(only_trainable=True) == 2 * 2 * 8 * (16 + 16)
+    assert names["model"].config.norm_placement == "sandwich"
 
 
 def test_make_targets_of_the_readme_exist() -> None:

@@ -5,47 +5,73 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EXCEPTIONS, MLA, MOE, SWITCHES, TRAINING_ONLY, Variant, differs, redraw, text, tiny_config, tiny_model, variants
 from transformers import AutoModelForCausalLM
 
-from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.configuration_llmarch import NEEDS, PENDING
+from hf_llmarch import (
+    LlmArchConfig,
+    LlmArchForCausalLM,
+    LlmArchForConditionalGeneration,
+    LlmArchForSequenceClassification,
+    LlmArchModel,
+)
+from tiny import (
+    BOTH,
+    ENCODER,
+    EXCEPTIONS,
+    MLA,
+    MOE,
+    STACKS,
+    SWITCHES,
+    TRAINING_ONLY,
+    Variant,
+    differs,
+    redraw,
+    text,
+    tiny_config,
+    tiny_model,
+    tiny_stack,
+    variants,
+)
 
 pytestmark = pytest.mark.core
 
-VARIANTS = [pytest.param(name, variant, id=label) for label, name, variant in variants()]
+VARIANTS = [
+    pytest.param(name, variant, id=f"{kind}{label}")
+    for kind, table in (("", SWITCHES), ("stack,", STACKS))
+    for label, name, variant in variants(table)
+]
 each_variant = pytest.mark.parametrize(("name", "variant"), VARIANTS)
-
-# Fields that nothing reads unless a pending one is set, so they have nothing to show yet.
-PENDING_FIELDS = {
-    *PENDING,
-    *(name for name, (condition, _) in NEEDS.items() if condition in PENDING),
-}
 
 
 def test_every_switch_is_tested() -> None:
     declared = {f.name for f in LlmArchConfig.switches()}
-    assert set(SWITCHES) | set(EXCEPTIONS) | PENDING_FIELDS == declared
-    assert not set(SWITCHES) & set(EXCEPTIONS)
-    assert not (set(SWITCHES) | set(EXCEPTIONS)) & PENDING_FIELDS
+    assert set(SWITCHES) | set(STACKS) | set(EXCEPTIONS) == declared
+    assert not (set(SWITCHES) | set(STACKS)) & set(EXCEPTIONS)
 
 
 def test_every_row_sets_its_own_field() -> None:
-    for name, rows in SWITCHES.items():
+    for name, rows in (*SWITCHES.items(), *STACKS.items()):
         for row in rows:
             default = getattr(tiny_config(**row.against), name)
             assert row.switches[name] != row.against.get(name, default) or type(row.switches[name]) is bool
 
 
-def logits(model: LlmArchForCausalLM) -> torch.Tensor:
+def inputs(model: Any, length: int = 40) -> dict[str, torch.Tensor]:
+    ids = text(length=length)
+    if model.config.topology == "encoder-decoder":
+        return {"input_ids": text(length=length - 3, seed=5), "decoder_input_ids": ids}
+    return {"input_ids": ids}
+
+
+def logits(model: Any) -> torch.Tensor:
     torch.manual_seed(0)
     with torch.no_grad():
-        return model(text(length=40)).logits
+        return model(**inputs(model)).logits
 
 
 @each_variant
 def test_changes_the_output(name: str, variant: Variant) -> None:
-    model, reference = tiny_model(**variant.switches), tiny_model(**variant.against)
+    model, reference = tiny_stack(**variant.switches), tiny_stack(**variant.against)
     model.train(name in TRAINING_ONLY)
     output = logits(model)
     assert output.isfinite().all()
@@ -53,15 +79,16 @@ def test_changes_the_output(name: str, variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TRAINING_ONLY))
-def test_dropout_acts_in_training_alone(name: str) -> None:
-    assert torch.equal(logits(tiny_model(**{name: 0.3})), logits(tiny_model()))
+def test_noise_acts_in_training_alone(name: str) -> None:
+    for variant in SWITCHES[name]:
+        assert torch.equal(logits(tiny_model(**variant.switches)), logits(tiny_model(**variant.against)))
 
 
 @each_variant
 def test_every_parameter_gets_a_gradient(name: str, variant: Variant) -> None:
-    model = tiny_model(**variant.switches).train()
-    ids = text()
-    model(ids, labels=ids).loss.backward()
+    model = tiny_stack(**variant.switches).train()
+    given = inputs(model, length=23)
+    model(**given, labels=given.get("decoder_input_ids", given["input_ids"])).loss.backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.isfinite().all(), parameter_name
@@ -80,14 +107,15 @@ def written(config: LlmArchConfig) -> dict[str, Any]:
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_saves_and_reloads_bit_equal(name: str, variant: Variant, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = tiny_model(**variant.switches)
+    model = tiny_stack(**variant.switches)
     buffers = unsaved_buffers(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(tmp_path)
     # Built on the meta device: a buffer that is not on disk must be computed anew, in fp32 whatever the weights are.
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    assert type(again) is LlmArchForCausalLM
+    again = type(model).from_pretrained(tmp_path, dtype=dtype)
+    if model.config.topology == "decoder":
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlmArchForCausalLM
     assert written(again.config) == written(model.config)
     assert again.state_dict().keys() == model.state_dict().keys()
     for key, tensor in model.state_dict().items():
@@ -202,7 +230,9 @@ def test_router_losses_join_the_loss_in_training(name: str) -> None:
 def test_router_aux_loss_scope() -> None:
     ids = text()
     losses = {
-        scope: tiny_model(**MOE, router_aux_loss_coef=1.0, router_aux_loss_scope=scope).train()(ids, labels=ids).loss.item()
+        scope: tiny_model(**MOE, router_aux_loss_coef=1.0, router_aux_loss_scope=scope)
+        .train()(ids, labels=ids)
+        .loss.item()
         for scope in ("sequence", "batch", "model")
     }
     assert len({round(loss, 4) for loss in losses.values()}) == 3
@@ -254,6 +284,74 @@ def test_padding_row_gets_no_gradient(switches: dict[str, Any]) -> None:
         model = redraw(LlmArchForCausalLM(tiny_config(pad_token_id=pad, **switches)))
         model(ids, labels=ids).loss.backward()
         assert (model.model.embed_tokens.weight.grad[2].abs().max().item() == 0) == is_zero
+
+
+CLASSIFIERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"classifier_pooling": "first"}, {}),
+    ({"classifier_pooling": "mean"}, {}),
+    ({"classifier_pooling": "pooler", "pooler": True}, {"pooler": True}),
+    ({"classifier_dense": True}, {}),
+    ({"classifier_act": "gelu", "classifier_dense": True}, {"classifier_dense": True}),
+    ({"classifier_norm": True, "classifier_dense": True}, {"classifier_dense": True}),
+    ({"classifier_bias": True}, {}),
+    ({"head_bias": False, "classifier_dense": True}, {"classifier_dense": True}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("switches", "against"), CLASSIFIERS, ids=[str(row[0]) for row in CLASSIFIERS])
+def test_classifier_switches(switches: dict[str, Any], against: dict[str, Any]) -> None:
+    scores = []
+    for given in (switches, against):
+        model = redraw(LlmArchForSequenceClassification(tiny_config(**ENCODER, **given, num_labels=3))).eval()
+        scores.append(model(text(), attention_mask=torch.ones_like(text())).logits)
+    assert scores[0].shape == (2, 3)
+    assert differs(*scores)
+
+
+@torch.no_grad()
+def test_classifier_dropout_acts_in_training() -> None:
+    ids = text()
+    models = [
+        redraw(LlmArchForSequenceClassification(tiny_config(**ENCODER, classifier_dropout=p, num_labels=3)))
+        for p in (0.5, 0.0)
+    ]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert not torch.equal(models[0].train()(**given).logits, models[1].train()(**given).logits)
+    assert torch.equal(models[0].eval()(**given).logits, models[1].eval()(**given).logits)
+
+
+@torch.no_grad()
+def test_pooler_is_tanh_of_a_dense_layer_on_the_first_token() -> None:
+    model = redraw(LlmArchModel(tiny_config(**ENCODER, pooler=True))).eval()
+    outputs = model(text())
+    dense = model.pooler.dense
+    expected = torch.tanh(outputs.last_hidden_state[:, 0] @ dense.weight.T + dense.bias)
+    torch.testing.assert_close(outputs.pooler_output, expected)
+    assert "pooler_output" not in LlmArchModel(tiny_config(**ENCODER))(text())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position_encoding", ["learned", "sinusoidal"])
+def test_positions_skip_padding(position_encoding: str) -> None:
+    """RoBERTa's rule, from its published code: position = offset of padding + count of real tokens so far."""
+    switches = {**ENCODER, "position_encoding": position_encoding, "pad_token_id": 1, "position_offset": 2}
+    skipping, plain = tiny_stack(**switches, positions_skip_padding=True), tiny_stack(**switches)
+    ids, mask = text(), torch.ones_like(text())
+    ids[0, :5], mask[0, :5] = 1, 0
+    ids[1, 18:], mask[1, 18:] = 1, 0
+    positions = torch.tensor([[-1] * 5 + list(range(18)), [*range(18), *[-1] * 5]])
+    given = {"input_ids": ids, "attention_mask": mask}
+    ours = skipping(**given).logits[mask.bool()]
+    torch.testing.assert_close(ours, plain(**given, position_ids=positions).logits[mask.bool()])
+    assert differs(ours, plain(**given).logits[mask.bool()])
+
+
+def test_decoder_start_token_begins_what_labels_become() -> None:
+    model = tiny_stack(**{**BOTH, "decoder_start_token_id": 7, "pad_token_id": 0})
+    assert isinstance(model, LlmArchForConditionalGeneration)
+    labels = torch.tensor([[5, 6, 8], [9, -100, -100]])
+    assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[7, 5, 6], [7, 9, 0]]
 
 
 def test_unknown_activation_is_refused_by_name() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MIXED, MLA, TOLERANCES, assert_close, redraw, text, tiny_config, tiny_model
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_llmarch import LlmArchForCausalLM
+from tiny import MIXED, MLA, TOLERANCES, assert_close, redraw, text, tiny_config, tiny_model
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gqa": {},

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch import (
+    LlmArchConfig,
+    LlmArchForCausalLM,
+    LlmArchForConditionalGeneration,
+    LlmArchForMaskedLM,
+    LlmArchPreTrainedModel,
+)
 
 logging.disable_progress_bar()
 
@@ -79,6 +85,19 @@ def tiny_model(**switches: Any) -> LlmArchForCausalLM:
     return redraw(LlmArchForCausalLM(tiny_config(**switches))).eval()
 
 
+HEADS: dict[str, type[LlmArchPreTrainedModel]] = {
+    "decoder": LlmArchForCausalLM,
+    "encoder": LlmArchForMaskedLM,
+    "encoder-decoder": LlmArchForConditionalGeneration,
+}
+
+
+def tiny_stack(**switches: Any) -> Any:
+    """A redrawn model of any topology, with its head over the vocabulary, in evaluation mode."""
+    config = tiny_config(**switches)
+    return redraw(HEADS[config.topology](config)).eval()
+
+
 def text(batch: int = 2, length: int = TEXT_LENGTH, seed: int = 1) -> torch.Tensor:
     """Token ids `(batch, length)`; ids below 3 are left to padding and the ends of texts."""
     return torch.randint(3, _SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -135,7 +154,10 @@ LONGROPE = _rope(
     long_factor=[1.5, 2.5, 3.5, 4.5, 5.5],
     original_max_position_embeddings=16,
 )
-LOCAL_AND_GLOBAL = {"full_attention": _rope(rope_type="linear", factor=3.0), "sliding_attention": _rope(rope_theta=33.0)}
+LOCAL_AND_GLOBAL = {
+    "full_attention": _rope(rope_type="linear", factor=3.0),
+    "sliding_attention": _rope(rope_theta=33.0),
+}
 MIXED: dict[str, Any] = {
     "sliding_window": 5,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -143,7 +165,8 @@ MIXED: dict[str, Any] = {
 ALL_FULL = {"layer_types": ["full_attention"] * 3}
 
 MOE: dict[str, Any] = {"num_experts": 5, "moe_intermediate_size": 14}
-GROUPS: dict[str, Any] = {**MOE, "num_experts": 6, "n_group": 3, "topk_group": 2}
+# Three experts out of three groups: the best of them need not lie in two.
+GROUPS: dict[str, Any] = {**MOE, "num_experts": 9, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
 
 # Every architecture switch that is built, with the values to test and the switches they need. What
 # `LlmArchConfig.switches()` has beyond these is in EXCEPTIONS; test_switches proves that nothing is missing.
@@ -294,6 +317,10 @@ SWITCHES: dict[str, list[Variant]] = {
     "relative_attention_max_distance": values(
         "relative_attention_max_distance", 20, position_encoding="relative_bias", relative_attention_num_buckets=8
     ),
+    "relative_attention_shared": [
+        *values("relative_attention_shared", False, position_encoding="relative_bias"),
+        *values("relative_attention_shared", False, position_encoding="relative_bias", **MIXED),
+    ],
     "ffn_type": values("ffn_type", "mlp"),
     "hidden_act": [
         *values("hidden_act", "gelu", "gelu_pytorch_tanh", "relu", "sigmoid", "gelu_new"),
@@ -322,7 +349,7 @@ SWITCHES: dict[str, list[Variant]] = {
     "router_bias": values("router_bias", True, **MOE),
     "norm_topk_prob": values("norm_topk_prob", False, **MOE),
     "routed_scaling_factor": values("routed_scaling_factor", 2.5, **MOE),
-    "n_group": [Variant(GROUPS, against={**MOE, "num_experts": 6})],
+    "n_group": [Variant(GROUPS, against={**MOE, "num_experts": 9, "num_experts_per_tok": 3})],
     "topk_group": [Variant({**GROUPS, "topk_group": 1}, against=GROUPS)],
     "router_group_score": values("router_group_score", "top2", router_score="sigmoid", **GROUPS),
     "router_jitter_noise": values("router_jitter_noise", 0.3, **MOE),
@@ -349,6 +376,10 @@ SWITCHES: dict[str, list[Variant]] = {
         *values("norm_offset", 1.0, norm_type="layernorm"),
         *values("norm_offset", 1.0, qk_norm="head"),
     ],
+    "first_attention_norm": [
+        *values("first_attention_norm", False),
+        *values("first_attention_norm", False, norm_placement="sandwich"),
+    ],
     "final_norm": values("final_norm", False),
     "embedding_norm": values("embedding_norm", True),
     "parallel_block": values("parallel_block", True),
@@ -362,7 +393,13 @@ SWITCHES: dict[str, list[Variant]] = {
     "hidden_dropout": values("hidden_dropout", 0.3),
     "embedding_dropout": values("embedding_dropout", 0.3),
     "embedding_scale": values("embedding_scale", 6.9),
+    "embedding_size": values("embedding_size", 20),
+    "type_vocab_size": values("type_vocab_size", 2),
+    "lm_head_transform": values("lm_head_transform", True),
+    "head_act": values("head_act", "relu", lm_head_transform=True),
+    "head_bias": values("head_bias", False, lm_head_transform=True),
     "tie_word_embeddings": [
+        *values("tie_word_embeddings", True, embedding_size=20, lm_head_transform=True),
         *values("tie_word_embeddings", True),
         *values("tie_word_embeddings", True, embedding_scale=6.9, lm_head_bias=True),
     ],
@@ -373,6 +410,24 @@ SWITCHES: dict[str, list[Variant]] = {
 
 # Read in training alone, so that is where they must change the output.
 TRAINING_ONLY = {"attention_dropout", "hidden_dropout", "embedding_dropout", "router_jitter_noise"}
+
+# The same for switches of an encoder and of an encoder-decoder, which have no cached pieces of their own to compare.
+ENCODER = {"topology": "encoder"}
+BOTH = {"topology": "encoder-decoder", "decoder_start_token_id": 1}
+STACKS: dict[str, list[Variant]] = {
+    "topology": [Variant(ENCODER), Variant(BOTH, against=ENCODER)],
+    "layer_groups": values("layer_groups", 1, **ENCODER),
+    "source_stack": values(
+        "source_stack", {"num_hidden_layers": 2}, {"intermediate_size": 21, "ffn_type": "mlp"}, **BOTH
+    ),
+    "share_source_embeddings": values("share_source_embeddings", False, **BOTH),
+    "position_encoding": [
+        *values("position_encoding", "alibi", "relative_bias", "learned", **ENCODER),
+        *values("position_encoding", "alibi", "relative_bias", "learned", **BOTH),
+    ],
+    "sliding_window": [*values("sliding_window", 3, **ENCODER), Variant({**BOTH, **MIXED}, against=BOTH)],
+    "tie_word_embeddings": values("tie_word_embeddings", True, **BOTH),
+}
 
 # The architecture fields that are not in SWITCHES, and why.
 EXCEPTIONS: dict[str, str] = {
@@ -387,7 +442,16 @@ EXCEPTIONS: dict[str, str] = {
     "experts_layout": "how experts are stored, not what they compute: test_switches",
     "initializer_range": "how parameters begin: test_switches",
     "use_cache": "whether a cache is returned: test_cache",
+    "pooler": "an output of the base model beside the others: test_switches",
+    "classifier_pooling": "read by a sequence classifier: test_switches",
+    "classifier_dense": "read by a sequence classifier: test_switches",
+    "classifier_act": "read by a sequence classifier: test_switches",
+    "classifier_norm": "read by a sequence classifier: test_switches",
+    "classifier_bias": "read by a sequence classifier: test_switches",
+    "classifier_dropout": "read by a sequence classifier: test_switches",
+    "positions_skip_padding": "acts where there is padding: test_switches",
     "pad_token_id": "a token's meaning: test_switches",
+    "decoder_start_token_id": "a token's meaning: test_switches",
     "bos_token_id": "a token's meaning, read by generate",
     "eos_token_id": "a token's meaning, read by generate: test_generate",
     "converted_from": "never read by the model: test_config",
@@ -405,12 +469,12 @@ def _name(switches: dict[str, Any]) -> str:
     return ",".join(f"{name}={short(value)}" for name, value in switches.items())
 
 
-def variants() -> Iterator[tuple[str, str, Variant]]:
-    """(id, field, variant) for every row of SWITCHES."""
-    for name, rows in SWITCHES.items():
+def variants(table: dict[str, list[Variant]] = SWITCHES) -> Iterator[tuple[str, str, Variant]]:
+    """(id, field, variant) for every row of a table."""
+    for name, rows in table.items():
         for row in rows:
             mla = all(row.switches.get(key) == MLA[key] for key in ("attention_type", "num_key_value_heads"))
-            shown = {k: v for k, v in row.switches.items() if k == name or k not in row.against and k not in MLA}
+            shown = {k: v for k, v in row.switches.items() if k == name or (k not in row.against and k not in MLA)}
             needs = {k: v for k, v in row.switches.items() if k not in shown and k not in MLA}
             label = _name({name: row.switches[name], **{k: v for k, v in shown.items() if k != name}, **needs})
             yield (f"mla,{label}" if mla else label), name, row

@@ -10,6 +10,7 @@ MODULES = (
     *("phi3", "phi", "stablelm", "starcoder2", "cohere", "cohere2"),
     *("openai_gpt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
+    *("t5", "mt5", "umt5", "switch_transformers", "bart", "mbart", "pegasus", "marian", "m2m_100"),
 )
 
 

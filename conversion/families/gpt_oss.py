@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..ops import alternating_rows, both, chain, rename, transpose_experts
-from ..relation import Const, Derived, Field, Values
+from ..relation import Const, Derived, Values
 from ..rules import Family, Rule
 from .common import (
     ATTENTION,
@@ -22,6 +22,15 @@ from .common import (
 from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ONLY_EXPERTS, ROUTER_IN_MODEL_DTYPE, packed_experts, routing
 
 GATE_UP, DOWN = (f"{LAYER}.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+
+
+def _gate(native: Any) -> Values:
+    # The class of older transformers has these as constants, and not in its config.
+    return {"swish_beta": getattr(native, "swiglu_alpha", 1.702), "glu_limit": getattr(native, "swiglu_limit", 7.0)}
+
+
+def _gate_to_theirs(config: Any) -> Values:
+    return {"swiglu_alpha": config.swish_beta, "swiglu_limit": config.glu_limit}
 
 
 def _windows_to_theirs(config: Any) -> Values:
@@ -43,8 +52,7 @@ FAMILY = Family(
         Const("attention_sinks", True),
         # gate * sigmoid(alpha gate) * (up + 1), whatever hidden_act says.
         Const("hidden_act", "silu"),
-        Field("swiglu_alpha", "swish_beta"),
-        Field("swiglu_limit", "glu_limit"),
+        Derived(("swiglu_alpha", "swiglu_limit"), _gate, _gate_to_theirs),
         Const("glu_up_offset", 1.0),
         Const("ffn_bias", True),
         # Softmax over the picked logits alone.

@@ -1,0 +1,30 @@
+"""PEGASUS: sinusoids, norms before each branch. arXiv 1912.08777."""
+
+from ..relation import Field
+from ..rules import Family
+from .stacks import (
+    BART_INERT,
+    BART_SPELLINGS,
+    BART_VARIANTS,
+    BART_WEIGHTS,
+    LOGITS_BIAS,
+    NO_EMBEDDING_NORM,
+    SEQ2SEQ_LM,
+    SHARED_COPIES,
+    SHARED_EMBEDDING,
+    SINUSOIDS,
+    bart_config,
+    sinusoid_tables,
+)
+
+FAMILY = Family(
+    "pegasus",
+    config=[*bart_config(pre_norm=True), Field("vocab_size"), *SINUSOIDS, *NO_EMBEDDING_NORM, *LOGITS_BIAS],
+    weights=[*SHARED_EMBEDDING, *BART_WEIGHTS],
+    drops=sinusoid_tables("weight"),
+    spellings=BART_SPELLINGS,
+    architectures={SEQ2SEQ_LM: "PegasusForConditionalGeneration"},
+    variants=BART_VARIANTS,
+    copies=SHARED_COPIES,
+    inert=BART_INERT,
+)

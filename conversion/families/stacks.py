@@ -1,0 +1,182 @@
+"""What encoder-decoders share: sizes of two stacks in one config, one embedding for both, and the names of BART's line.
+
+Ours is the decoder, `model.…` with its layers counted by `{i}`; the encoder in it is `model.encoder.…`, counted by
+`{s}`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import both, weight
+from ..relation import Const, Derived, Entry, Field, Values
+from ..rules import Drop, Op, Rule
+from .common import LAYER, LAYER_NORM_MLP, TOKENS
+from .experts import always
+
+# transformers' own name for the class with a head over the vocabulary, for a config.json written afresh.
+SEQ2SEQ_LM = "LlmArchForConditionalGeneration"
+ENCODER = "model.encoder"
+ENCODER_LAYER = f"{ENCODER}.layers.{{s}}"
+# What a stack's names begin with in ours, and its layers': the decoder's, then the encoder's.
+STACKS = {"decoder": ("model", LAYER), "encoder": (ENCODER, ENCODER_LAYER)}
+
+
+def stacks(*sizes: tuple[str, str, str]) -> Derived:
+    """Sizes that each stack has for itself, as (ours, the encoder's of theirs, the decoder's of theirs)."""
+
+    def to_ours(native: Any) -> Values:
+        own = {ours: getattr(native, decoder) for ours, _, decoder in sizes}
+        source = {ours: getattr(native, encoder) for ours, encoder, _ in sizes}
+        source = {ours: value for ours, value in source.items() if value != own[ours]}
+        if "num_attention_heads" in source:
+            # What follows from the number of heads follows from the stack's own.
+            heads = source["num_attention_heads"]
+            source |= {"num_key_value_heads": heads, "head_dim": native.hidden_size // heads}
+        return {**own, "source_stack": source or None}
+
+    def to_theirs(config: Any) -> Values:
+        source = source_of(config)
+        return {
+            name: getattr(stack, ours)
+            for ours, encoder, decoder in sizes
+            for name, stack in ((encoder, source), (decoder, config))
+        }
+
+    return Derived(tuple(name for _, *theirs in sizes for name in theirs), to_ours, to_theirs)
+
+
+def source_of(config: Any) -> Any:
+    """The encoder's config; for a model without one its own, whose difference in topology is found later."""
+    return config.source_config() if config.topology == "encoder-decoder" else config
+
+
+def _scale(native: Any) -> Values:
+    return {"embedding_scale": native.d_model**0.5 if native.scale_embedding else 1.0}
+
+
+def scaled_embedding(config: Any) -> Values:
+    return {"scale_embedding": config.embedding_scale != 1.0}
+
+
+BART_SIZES = (
+    ("num_hidden_layers", "encoder_layers", "decoder_layers"),
+    ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"),
+    ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim"),
+)
+
+# Without `vocab_size`, of which Marian may have two.
+_BART_TOKENS = [entry for entry in TOKENS if not {"initializer_range", "vocab_size"} & set(entry.theirs)]
+
+
+def bart_config(*sizes: tuple[str, str, str], pre_norm: bool) -> list[Entry]:
+    """The fields of BART and its descendants.
+
+    Args:
+        sizes: that the stacks have each for itself, beside BART's own.
+        pre_norm: norms before each branch and after each stack, or after each branch alone.
+    """
+    return [
+        *_BART_TOKENS,
+        Field("init_std", "initializer_range"),
+        Field("decoder_start_token_id"),
+        Field("d_model", "hidden_size"),
+        Field("max_position_embeddings"),
+        stacks(*BART_SIZES, *sizes),
+        Derived(("scale_embedding",), _scale, scaled_embedding),
+        Field("activation_function", "hidden_act"),
+        Field("dropout", "hidden_dropout", "embedding_dropout"),
+        Field("attention_dropout"),
+        Const("topology", "encoder-decoder"),
+        *LAYER_NORM_MLP,
+        Const("norm_eps", 1e-5),
+        Const("norm_placement", "pre" if pre_norm else "post"),
+        Const("final_norm", pre_norm),
+        *[Const(name, True) for name in ("attention_bias", "attention_output_bias", "ffn_bias")],
+        # Of transformers before 4.0, when one class served the whole line.
+        always("normalize_before", pre_norm),
+        always("add_final_layer_norm", pre_norm),
+    ]
+
+
+LEARNED: list[Entry] = [
+    Const("position_encoding", "learned"),
+    Const("position_offset", 2),
+    always("static_position_embeddings", False),
+]
+# Sines fill the first half of a row and cosines the second.
+SINUSOIDS: list[Entry] = [
+    Const("position_encoding", "sinusoidal"),
+    Const("sinusoidal_layout", "halves"),
+    always("static_position_embeddings", True),
+]
+EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", True), always("normalize_embedding", True)]
+NO_EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", False), always("normalize_embedding", False)]
+
+# Layers and activations left out at random act in training alone; of the others, no release since 4.0 reads any.
+BART_INERT = (
+    *("activation_dropout", "classif_dropout", "decoder_layerdrop", "encoder_layerdrop"),
+    *("_num_labels", "add_bias_logits", "extra_pos_embeddings", "force_bos_token_to_be_generated", "output_past"),
+    *("forced_bos_token_id", "forced_eos_token_id", "prefix", "save_step", "num_hidden_layers"),
+)
+
+
+def _bart_stack(side: str) -> list[Rule]:
+    theirs, (ours, layer) = f"model.{side}", STACKS[side]
+    block = layer.replace(ours, theirs, 1)
+    attentions = {"self_attn": "attn", "encoder_attn": "cross"}
+    return [
+        *weight(f"{theirs}.embed_positions", f"{ours}.embed_positions"),
+        *both(f"{theirs}.layernorm_embedding", f"{ours}.embed_norm"),
+        *[
+            rule
+            for name, place in attentions.items()
+            for part, projection in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj"))
+            for rule in both(
+                f"{block}.{name}.{projection}", f"{layer}.{'self' if place == 'attn' else place}_attn.{part}_proj"
+            )
+        ],
+        *[
+            rule
+            for name, place in {**attentions, "final": "mlp"}.items()
+            for slot in ("pre", "out")
+            for rule in both(f"{block}.{name}_layer_norm", f"{layer}.{place}_norm.{slot}")
+        ],
+        *both(f"{block}.fc1", f"{layer}.mlp.up_proj"),
+        *both(f"{block}.fc2", f"{layer}.mlp.down_proj"),
+        *both(f"{theirs}.layer_norm", f"{ours}.norm"),
+    ]
+
+
+# A bias on the logits that is stored as a row, (1, V).
+_ROW = Op("row", to_ours=lambda t, config: [t[0][0]], to_theirs=lambda t, config: [t[0][None]])
+
+BART_WEIGHTS: list[Rule] = [
+    *weight("model.encoder.embed_tokens", f"{ENCODER}.embed_tokens"),
+    *weight("lm_head", "lm_head"),
+    Rule(("final_logits_bias",), ("lm_head.bias",), _ROW),
+    *_bart_stack("encoder"),
+    *_bart_stack("decoder"),
+]
+SHARED_EMBEDDING: list[Rule] = weight("model.shared", "model.embed_tokens")
+# The embedding is on disk once, or again for each stack.
+SHARED_COPIES = {"model.shared.weight": "model.decoder.embed_tokens.weight"}
+
+LOGITS_BIAS: list[Entry] = [Const("lm_head_bias", True)]
+# A base model has no head, and so no bias on the logits.
+BART_VARIANTS = {SEQ2SEQ_LM: ({"lm_head_bias": True}, {"lm_head_bias": False})}
+# A base model saved alone has no prefix.
+BART_SPELLINGS: tuple[dict[str, str], ...] = ({}, {"model.": ""})
+
+FORMAT_NUMBERS = [Drop(f"model.{side}.version", "the number of fairseq's file format, a constant") for side in STACKS]
+
+
+def sinusoid_tables(name: str) -> list[Drop]:
+    return [
+        Drop(
+            f"model.{side}.embed_positions.{name}",
+            "table of sinusoids: it follows from the width",
+            keep=True,
+        )
+        for side in STACKS
+    ]

@@ -1,0 +1,44 @@
+"""T5 1.0 and 1.1, FLAN-T5, LongT5's plain kin: a position bias on the scores, no scale on them. arXiv 1910.10683."""
+
+from typing import Any
+
+from ..relation import Derived, Values
+from ..rules import Family
+from .stacks import SEQ2SEQ_LM
+from .text_to_text import (
+    T5_COPIES,
+    T5_DROPS,
+    T5_INERT,
+    T5_VARIANTS,
+    T5_WEIGHTS,
+    feed_forward_kind,
+    shared_bias,
+    t5_config,
+)
+
+
+def head(native: Any) -> Values:
+    """T5 1.0 ties the head and divides what it reads by sqrt(width); 1.1 does neither, and says so by denying the tie.
+
+    transformers' class scales by what config.json says and ties by what is on disk.
+    """
+    scaled = native.scale_decoder_outputs
+    return {"tie_word_embeddings": scaled, "logit_scale": native.d_model**-0.5 if scaled else 1.0}
+
+
+def head_to_theirs(config: Any) -> Values:
+    return dict.fromkeys(("tie_word_embeddings", "scale_decoder_outputs"), config.logit_scale != 1.0)
+
+
+SCALED_HEAD = Derived(("tie_word_embeddings", "scale_decoder_outputs"), head, head_to_theirs)
+
+FAMILY = Family(
+    "t5",
+    config=[*t5_config(), feed_forward_kind(), SCALED_HEAD],
+    weights=[*T5_WEIGHTS, *shared_bias()],
+    drops=T5_DROPS,
+    architectures={SEQ2SEQ_LM: "T5ForConditionalGeneration"},
+    variants=T5_VARIANTS,
+    copies=T5_COPIES,
+    inert=T5_INERT,
+)

@@ -1,0 +1,124 @@
+"""What T5 and its descendants share: fields, and rules for blocks that number their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import only, weight
+from ..relation import Const, Derived, Entry, Field, Values
+from ..rules import Drop, Rule
+from .common import TOKENS
+from .stacks import SEQ2SEQ_LM, STACKS, stacks
+
+_T5_TOKENS = [entry for entry in TOKENS if not {"initializer_range", "tie_word_embeddings"} & set(entry.theirs)]
+
+
+def t5_config() -> list[Entry]:
+    return [
+        *_T5_TOKENS,
+        Field("decoder_start_token_id"),
+        Field("d_model", "hidden_size"),
+        Field("d_kv", "head_dim"),
+        Field("d_ff", "intermediate_size"),
+        Field("num_heads", "num_attention_heads"),
+        stacks(("num_hidden_layers", "num_layers", "num_decoder_layers")),
+        Field("layer_norm_epsilon", "norm_eps"),
+        Field("dropout_rate", "hidden_dropout", "embedding_dropout", "attention_dropout"),
+        Field("relative_attention_num_buckets"),
+        Field("relative_attention_max_distance"),
+        Const("topology", "encoder-decoder"),
+        Const("position_encoding", "relative_bias"),
+        Const("attention_scale", 1.0),
+    ]
+
+
+# `gated-gelu` means the tanh form; every other name is the activation's own.
+_GATED = {"gelu_new": "gated-gelu"}
+
+
+def _feed_forward(native: Any) -> Values:
+    return {"ffn_type": "glu" if native.is_gated_act else "mlp", "hidden_act": native.dense_act_fn}
+
+
+def _feed_forward_to_theirs(config: Any) -> Values:
+    gated = config.ffn_type == "glu"
+    name = _GATED.get(config.hidden_act, f"gated-{config.hidden_act}") if gated else config.hidden_act
+    return {"feed_forward_proj": name, "dense_act_fn": config.hidden_act, "is_gated_act": gated}
+
+
+def feed_forward_kind() -> Derived:
+    return Derived(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _feed_forward, _feed_forward_to_theirs)
+
+
+def _t5_stack(side: str) -> list[Rule]:
+    ours, layer = STACKS[side]
+    block = f"{side}.block.{layer[-3:]}.layer"
+    attentions = (
+        {"self": "SelfAttention", "cross": "EncDecAttention"} if side == "decoder" else {"self": "SelfAttention"}
+    )
+    last = len(attentions)
+    dense = f"{block}.{last}.DenseReluDense"
+    return [
+        *[
+            rule
+            for n, (place, attention) in enumerate(attentions.items())
+            for rule in (
+                *[
+                    rule
+                    for part in "qkvo"
+                    for rule in weight(f"{block}.{n}.{attention}.{part}", f"{layer}.{place}_attn.{part}_proj")
+                ],
+                *weight(f"{block}.{n}.layer_norm", f"{layer}.{'attn' if place == 'self' else place}_norm.pre"),
+            )
+        ],
+        *only(lambda config: config.ffn_type == "mlp", weight(f"{dense}.wi", f"{layer}.mlp.up_proj")),
+        *only(lambda config: config.ffn_type == "glu", weight(f"{dense}.wi_1", f"{layer}.mlp.up_proj")),
+        *weight(f"{dense}.wi_0", f"{layer}.mlp.gate_proj"),
+        *weight(f"{dense}.wo", f"{layer}.mlp.down_proj"),
+        *weight(f"{block}.{last}.layer_norm", f"{layer}.mlp_norm.pre"),
+        *weight(f"{side}.final_layer_norm", f"{ours}.norm"),
+    ]
+
+
+T5_WEIGHTS: list[Rule] = [
+    *weight("shared", "model.embed_tokens"),
+    *weight("encoder.embed_tokens", "model.encoder.embed_tokens"),
+    *weight("lm_head", "lm_head"),
+    *_t5_stack("encoder"),
+    *_t5_stack("decoder"),
+]
+# The embedding is on disk once, or again for each stack.
+T5_COPIES = {"shared.weight": "decoder.embed_tokens.weight"}
+
+_BIAS = "layer.0.SelfAttention.relative_attention_bias"
+
+
+def shared_bias() -> list[Rule]:
+    """The table of each stack, which its first block holds."""
+    return [
+        rule
+        for side, (ours, _) in STACKS.items()
+        for rule in weight(f"{side}.block.0.{_BIAS}", f"{ours}.embed_positions.relative_attention_bias")
+    ]
+
+
+def bias_per_layer() -> list[Rule]:
+    return [
+        rule
+        for side, (ours, layer) in STACKS.items()
+        for rule in weight(
+            f"{side}.block.{layer[-3:]}.{_BIAS}", f"{ours}.embed_positions.relative_attention_bias.{layer[-3:]}"
+        )
+    ]
+
+
+T5_DROPS = [
+    Drop(
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        "left over from the first conversions: cross-attention has no position bias, and no class reads this one",
+    )
+]
+# A head that config.json does not tie may be absent all the same; then it is the embedding.
+T5_VARIANTS = {SEQ2SEQ_LM: ({}, {"tie_word_embeddings": True})}
+# The first is a factor on fresh weights; no release reads the others.
+T5_INERT = ("initializer_factor", "n_positions", "output_past", "prefix")
