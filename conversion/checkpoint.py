@@ -93,7 +93,10 @@ class Checkpoint(ABC):
         path: the folder or file it is read from.
         config: the foreign (or our) config.json as a dict.
         tensors: name -> shape and dtype, in the order of the files.
+        exact: what `read` returns is what is on disk, bit for bit.
     """
+
+    exact = True
 
     def __init__(self, source: str, path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]):
         self.source = source
@@ -262,7 +265,7 @@ def open_checkpoint(
     if revision is not None and path.exists():
         raise CheckpointError(f"revision={revision!r} names a state of a Hub repository, but {source} is on this disk.")
     if path.is_dir():
-        return FolderCheckpoint(str(source), path, allow_pickle=allow_pickle)
+        return plain(FolderCheckpoint(str(source), path, allow_pickle=allow_pickle))
     if path.is_file():
         return open_file(str(source), path)
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", str(source)) or path.suffix == ".gguf":
@@ -293,7 +296,14 @@ def open_hub(repository: str, revision: str | None, allow_pickle: bool) -> Check
             f"{repository!r} is no local folder or file, and could not be had from the Hub"
             f"{f' at revision {revision!r}' if revision else ''}: {error}"
         ) from error
-    return FolderCheckpoint(repository, snapshot, allow_pickle=allow_pickle)
+    return plain(FolderCheckpoint(repository, snapshot, allow_pickle=allow_pickle))
+
+
+def plain(checkpoint: Checkpoint) -> Checkpoint:
+    """With the scales of a quantised source multiplied in."""
+    from .quantised_source import dequantised
+
+    return dequantised(checkpoint)
 
 
 def weight_format(path: Path, allow_pickle: bool) -> WeightFormat:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from hf_llmarch import modeling_llmarch
 from hf_llmarch.compat import code_files
 from hf_llmarch.configuration_llmarch import LlmArchConfig
 
+from .aside import kept, to_keep, true_config
 from .checkpoint import (
     CONFIG,
     GENERATION_CONFIG,
@@ -178,7 +180,7 @@ def export(
     cast = resolve_dtype(dtype)
     checkpoint = open_checkpoint(source, revision=revision)
     plan = plan_of_ours(checkpoint, family)
-    foreign = dict(plan.foreign_config)
+    foreign = dict(true_config(plan, kept(checkpoint, plan)))
     if cast is not None:
         names = [name for name in ("dtype", "torch_dtype") if name in foreign] or ["dtype"]
         foreign.update(dict.fromkeys(names, str(cast).removeprefix("torch.")))
@@ -290,13 +292,20 @@ def carry(
     """Run a plan from a checkpoint into a new folder."""
     target = Path(destination).expanduser()
     layout = written_layout(plan, checkpoint.dtypes, to, cast)
-    size = sum(info.nbytes for info in layout.values())
+    exact = checkpoint.exact and layout == written_layout(plan, checkpoint.dtypes, to, None)
+    aside = to_keep(checkpoint, plan) if to == "ours" else kept(checkpoint, plan)
+    beside, among = (aside.tensors, {}) if to == "ours" else ({}, aside.tensors)
+    layout |= among
+    size = sum(info.nbytes for info in [*layout.values(), *beside.values()])
     room = size + checkpoint.companion_bytes + SMALL_FILES
-    tensors = ((name, tensor.to(layout[name].dtype)) for name, tensor in plan.stream(checkpoint.read, to=to))
+    moved = chain(plan.stream(checkpoint.read, to=to), aside.stream() if among else ())
+    tensors = ((name, tensor.to(layout[name].dtype)) for name, tensor in moved)
     with staged(target, size=room, overwrite=overwrite, source=checkpoint.path) as folder:
         checkpoint.write_companions(folder)
         with meter(progress, f"{plan.family.name} -> {target.name}", size) as advance:
             write_tensors(folder, tensors, layout, max_shard_size, advance)
+            if beside:
+                aside.write(folder, max_shard_size, advance)
         write_config(folder)
     seconds = time.perf_counter() - started
     return Report(
@@ -308,7 +317,7 @@ def carry(
         seconds=seconds,
         megabytes_per_second=size / 1e6 / seconds,
         peak_rss_bytes=peak_rss_bytes(),
-        byte_exact=layout == written_layout(plan, checkpoint.dtypes, to, None),
+        byte_exact=exact,
         dropped=dict(plan.dropped),
         files=tuple(sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())),
     )

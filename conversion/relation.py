@@ -249,7 +249,7 @@ def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> 
     first, and those of other classes' heads are left out."""
     a, b = meaning(ours), meaning(back)
     unread = (_VOCABULARY | _CLASSIFIER) - HEAD_SWITCHES[architecture]
-    return {name: (a[name], b.get(name)) for name in a.keys() - unread if a[name] != b.get(name)}
+    return {name: (a[name], b.get(name)) for name in a if name not in unread and a[name] != b.get(name)}
 
 
 # Ours that say how a model is stored, cached or kept in balance in training, never what it computes.
@@ -276,7 +276,7 @@ def meaning(config: LlmArchConfig) -> Values:
             del values["intermediate_size"]
     return values | {
         "attention_type": config.attention_kind,
-        "head_act": config.head_act or config.hidden_act,
+        "head_act": config.lm_head_transform and (config.head_act or config.hidden_act),
         "qk_norm_type": config.qk_norm_type or config.norm_type,
         "qk_norm_bias": config.norm_bias if config.qk_norm_bias is None else config.qk_norm_bias,
         "nope_layers": config.nope_layers or [],

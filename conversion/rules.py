@@ -234,10 +234,12 @@ class Skeleton:
     Attributes:
         shapes: by name, of those that our folders hold.
         tied: those that are another one's copy and not in the folders, and whose.
+        spelling: how the names of rules are written: a bare base model's lack its prefix.
     """
 
     shapes: dict[str, Shape]
     tied: dict[str, str]
+    spelling: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,8 @@ def skeleton_of(config: LlmArchConfig, architecture: str) -> Skeleton:
         model = getattr(modeling_llmarch, architecture)(copy.deepcopy(config))
     tied = dict(model.all_tied_weights_keys)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-    return Skeleton(shapes, tied)
+    prefix = model.base_model_prefix
+    return Skeleton(shapes, tied, {} if hasattr(model, prefix) else {f"{prefix}.": ""})
 
 
 # -- steps and their proof ---------------------------------------------------------------------------------------------
@@ -338,7 +341,7 @@ def make_steps(
             index = dict(zip(outer, values, strict=True))
             step = Step(
                 tuple(spell(name, spelling) for name in expand(rule.theirs, inner, index)),
-                tuple(expand(rule.ours, inner, index)),
+                tuple(spell(name, skeleton.spelling) for name in expand(rule.ours, inner, index)),
                 rule.op,
             )
             present = [name for name in step.ours if name in shapes]

@@ -42,6 +42,9 @@ BIDIRECTIONAL_MASKS = {
     "sliding_attention": create_bidirectional_sliding_window_mask,
 }
 
+# Whether expert parallelism sends tokens to their experts; before, every device routed them all and ran its own.
+EP_DISPATCHES = Version(FOUND.base_version) >= Version("5.19")
+
 # Experts implementation -> the host's function.
 EXPERTS = ALL_EXPERTS_FUNCTIONS
 

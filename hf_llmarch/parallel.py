@@ -3,6 +3,7 @@
 A plan is made from the config: an entry without a module is an error there, and a module cut wrongly is wrong numbers.
 """
 
+from .compat import EP_DISPATCHES
 from .configuration_llmarch import LlmArchConfig
 
 COLUMNS_THEN_ROWS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
@@ -57,13 +58,12 @@ def feed_forward_plan(config: LlmArchConfig) -> dict[str, str]:
 
 
 def expert_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
-    """Whole experts on different devices: of packed experts only, which are cut along their first dimension.
-
-    Every device routes all tokens and runs those of its own experts, which all supported releases can do.
-    """
+    """Whole experts on different devices: of packed experts only, which are cut along their first dimension."""
     if "sparse" not in (config.mlp_layer_types or ()) or config.experts_layout != "packed":
         return {}
     up = "gate_up_proj" if config.ffn_type == "glu" else "up_proj"
     names = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if config.ffn_bias else [])]
     plan = {f"layers.*.mlp.experts.{name}": "grouped_gemm" for name in names}
+    if EP_DISPATCHES:
+        return {**plan, "layers.*.mlp.experts": "ep_dispatch_experts"}
     return {"layers.*.mlp.gate": "ep_router", **plan, "layers.*.mlp.experts": "moe_tp_experts"}

@@ -1,6 +1,6 @@
 """Attention implementations agree, and one that would drop a switch is refused by name, wherever it is chosen."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ REFUSALS = [
 each_refusal = pytest.mark.parametrize(("name", "switches", "implementation"), REFUSALS)
 
 
-def chosen(model: LlmArchForCausalLM) -> str:
+def chosen(model: Any) -> str:
     return model.config._attn_implementation
 
 
@@ -44,7 +44,7 @@ def test_the_default_is_sdpa_where_it_can(switches: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("switches", [p for p in VARIANTS if not needs_eager(p.values[0])])
+@pytest.mark.parametrize("switches", [p for p in VARIANTS if not needs_eager(cast(dict[str, Any], p.values[0]))])
 def test_sdpa_equals_eager(switches: dict[str, Any]) -> None:
     model, ids = tiny_model(**switches), text()
     mask = torch.ones_like(ids)
@@ -135,7 +135,7 @@ def test_one_layer_that_demands_is_enough() -> None:
         LlmArchForCausalLM(config).set_attn_implementation("sdpa")
 
 
-def flip(model: LlmArchForCausalLM, switch: str) -> None:
+def flip(model: Any, switch: str) -> None:
     """Turn the sign of what the switch adds to the scores."""
     if switch == "sinks":
         for layer in model.model.layers:
@@ -189,7 +189,8 @@ def test_sinks_take_their_share_of_the_softmax() -> None:
 
 def test_scale_of_the_scores() -> None:
     def scales(**switches: Any) -> list[float]:
-        return [layer.self_attn.scaling for layer in LlmArchModel(LlmArchConfig(**switches)).layers]
+        layers: Any = LlmArchModel(LlmArchConfig(**switches)).layers
+        return [layer.self_attn.scaling for layer in layers]
 
     sizes: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3, "head_dim": 10}
     assert scales(**sizes) == pytest.approx([10**-0.5] * 3)

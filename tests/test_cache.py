@@ -55,15 +55,15 @@ each_architecture = pytest.mark.parametrize("switches", ARCHITECTURES.values(), 
 VARIANTS = [pytest.param(variant.decoded, id=label) for label, _, variant in variants()]
 
 
-def dynamic(config: LlmArchConfig, length: int) -> Cache:
+def dynamic(config: LlmArchConfig, length: int) -> Any:
     return DynamicCache(config=config)
 
 
-def static(config: LlmArchConfig, length: int) -> Cache:
+def static(config: LlmArchConfig, length: int) -> Any:
     return StaticCache(config=config, max_cache_len=length)
 
 
-def untyped(config: LlmArchConfig, length: int) -> Cache:
+def untyped(config: LlmArchConfig, length: int) -> Any:
     """Layers that keep everything, sliding or not: what a caller gets who writes DynamicCache()."""
     return DynamicCache()
 
@@ -72,9 +72,9 @@ CACHES = {"dynamic": dynamic, "static": static, "untyped": untyped}
 
 
 def decode(
-    model: LlmArchForCausalLM,
+    model: Any,
     ids: torch.Tensor,
-    cache: Cache,
+    cache: Any,
     chunks: Iterable[int] = CHUNKS,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -219,7 +219,7 @@ def test_packed_documents_do_not_see_each_other(switches: dict[str, Any], use_ca
         assert_close(part, model(document).logits, "padding")
 
 
-def loss_and_gradients(model: LlmArchForCausalLM) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     ids = text()
     loss = model(ids, labels=ids).loss
@@ -392,7 +392,7 @@ def test_layers_of_their_own_shape_decode_too() -> None:
             1: {"num_key_value_heads": 3, "norm_placement": "sandwich", "intermediate_size": 21, "ffn_type": "mlp"}
         }
     )
-    model: LlmArchForCausalLM = redraw(LlmArchForCausalLM(config)).eval()
+    model: Any = redraw(LlmArchForCausalLM(config)).eval()
     ids = text()
     whole = model(ids, use_cache=False).logits
     for make in (dynamic, static):

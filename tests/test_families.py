@@ -100,7 +100,8 @@ def assert_equal_logits(ours: torch.Tensor, native: torch.Tensor) -> None:
 
 
 def test_every_family_has_a_case() -> None:
-    assert {model_type(case) for case in CASES} == set(families())
+    first = {name: next(iter(family.architectures)) for name, family in families().items()}
+    assert {model_type(case) for case in CASES} == {name for name in first if first[name] == "LlmArchForCausalLM"}
 
 
 @torch.no_grad()

@@ -111,9 +111,11 @@ def build(name: str) -> Any:
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process in a folder, with a cache of remote code of its own, and no input to answer prompts with."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 300}
     return subprocess.run(
         [sys.executable, "-c", code],
-        **{"cwd": folder, "capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 300},
+        cwd=folder,
+        **options,
         env={**kept, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "HF_MODULES_CACHE": str(folder / "modules")}
         | environment,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Cache, DeepseekV3Config, DynamicCache, StaticCache
+from transformers import DeepseekV3Config, DynamicCache, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from hf_llmarch import LlmArchForCausalLM, LlmArchModel
@@ -77,7 +77,7 @@ def watched() -> Iterator[list[bool]]:
 # -- what is cached ---------------------------------------------------------------------------------------------------
 
 
-def layer_bytes(cache: Cache) -> list[int]:
+def layer_bytes(cache: Any) -> list[int]:
     return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
 
 
@@ -86,7 +86,7 @@ def layer_bytes(cache: Cache) -> list[int]:
 def test_bytes_of_the_cache(dtype: torch.dtype) -> None:
     model, ids = tiny_model(**MLA).to(dtype), text(batch=3)
     per_token = (20 + 8) * dtype.itemsize  # kv_lora_rank + qk_rope_head_dim
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     model(ids, **{CACHE: cache})
     assert layer_bytes(cache) == [3 * TEXT_LENGTH * per_token] * 3
     cache = StaticCache(config=model.config, max_cache_len=40)
@@ -97,7 +97,7 @@ def test_bytes_of_the_cache(dtype: torch.dtype) -> None:
 @torch.no_grad()
 def test_an_expanded_cache_holds_whole_keys_and_values() -> None:
     model, ids = tiny_model(**MLA, mla_cache="expanded"), text()
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     model(ids, **{CACHE: cache})
     assert cache.layers[0].keys.shape == (2, 6, TEXT_LENGTH, 14 + 8)
     assert cache.layers[0].values.shape == (2, 6, TEXT_LENGTH, 12)
@@ -145,7 +145,7 @@ def test_absorbed_equals_expanded_with_padding(switches: dict[str, Any]) -> None
     logits = {}
     for absorbing in (True, False):
         with always(absorbing):
-            cache = DynamicCache(config=model.config)
+            cache: Any = DynamicCache(config=model.config)
             logits[absorbing] = decode(model, ids, cache, CHUNKS, mask, positions)[real]
     assert_close(logits[True], logits[False], "absorbed")
 
@@ -157,7 +157,7 @@ def test_weights_of_the_absorbed_form() -> None:
     weights = {}
     for absorbing in (True, False):
         with always(absorbing):
-            cache = DynamicCache(config=model.config)
+            cache: Any = DynamicCache(config=model.config)
             model(ids[:, :20], **{CACHE: cache})
             weights[absorbing] = model(ids[:, 20:], output_attentions=True, **{CACHE: cache}).attentions
     for absorbed, expanded in zip(weights[True], weights[False], strict=True):
@@ -181,7 +181,7 @@ def test_the_cheaper_form_is_taken(past: int, queries: int) -> None:
     model = tiny_model(**MLA)
     model.set_attn_implementation("eager")
     ids = text(length=past + queries)
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     model(ids[:, :past], **{CACHE: cache})
     with watched() as taken:
         model(ids[:, past:], **{CACHE: cache})
@@ -202,7 +202,7 @@ def test_training_expands_and_trains_the_projection() -> None:
 @torch.no_grad()
 def test_decoding_absorbs_and_prefill_expands() -> None:
     model, ids = tiny_model(**MLA), text(length=60)
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with watched() as taken:
         model(ids[:, :59], **{CACHE: cache})
         model(ids[:, 59:], **{CACHE: cache})
@@ -246,12 +246,13 @@ def test_equals_deepseek_v3(
     rope: dict[str, Any], bias: bool, q_lora_rank: int | None, interleaved: bool, implementation: str
 ) -> None:
     sizes = {**MLA, "q_lora_rank": q_lora_rank}
-    native_config = DeepseekV3Config(
+    theirs: dict[str, Any] = {
         **{name: value for name, value in sizes.items() if name not in ("attention_type", "head_dim")},
         **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "max_position_embeddings": 64},
         **{"rope_parameters": dict(rope), "rope_interleave": interleaved, "attention_bias": bias},
-        attn_implementation=implementation,
-    )
+        "attn_implementation": implementation,
+    }
+    native_config = DeepseekV3Config(**theirs)
     native = redraw(DeepseekV3Attention(native_config, layer_idx=0), std=0.4).eval()
     config = tiny_config(
         **{**sizes, "rope_parameters": rope, "rope_interleaved": interleaved},
@@ -259,7 +260,7 @@ def test_equals_deepseek_v3(
         **{"attention_bias": bias, "attention_output_bias": bias, "latent_norm_eps": 1e-6},
         attn_implementation=implementation,
     )
-    model = LlmArchModel(config).eval()
+    model: Any = LlmArchModel(config).eval()
     ours = model.layers[0].self_attn
     ours.load_state_dict(native.state_dict())
 
@@ -281,7 +282,7 @@ def test_parity_would_see_a_wrong_layout() -> None:
 
 def test_layers_of_their_own_rank() -> None:
     config = tiny_config(**MLA, per_layer_config={1: {"kv_lora_rank": 9, "q_lora_rank": 11, "v_head_dim": 17}})
-    model: LlmArchForCausalLM = redraw(LlmArchForCausalLM(config)).eval()
+    model: Any = redraw(LlmArchForCausalLM(config)).eval()
     ids = text()
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits

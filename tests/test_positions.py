@@ -55,7 +55,7 @@ def check_rotation(
     layer: int = 0,
 ) -> None:
     """Queries and keys of one layer of a model come out turned as they should be."""
-    model = LlmArchModel(config)
+    model: Any = LlmArchModel(config)
     position_ids = torch.from_numpy(positions)[None]
     state = model.embed_positions.prepare(torch.zeros(1, len(positions), config.hidden_size), position_ids, None)
     rotation = state[config.layer_types[layer]]["rotation"]
@@ -68,10 +68,9 @@ def check_rotation(
         assert_near(ours[0, 0], rotated(x, frequencies, positions, config.rope_interleaved, factor))
 
 
-def rope(head_dim: int = WIDTH, max_position_embeddings: int = 256, **parameters: Any) -> LlmArchConfig:
-    interleaved = parameters.pop("interleaved", False)
+def rope(interleaved: Any = False, max_position_embeddings: Any = 256, **parameters: Any) -> LlmArchConfig:
     return tiny_config(
-        head_dim=head_dim,
+        head_dim=WIDTH,
         rope_interleaved=interleaved,
         max_position_embeddings=max_position_embeddings,
         rope_parameters={"rope_theta": THETA, **parameters},
@@ -210,7 +209,7 @@ def test_mla_scales_its_softmax_by_mscale_squared(all_dim: float | None) -> None
     parameters = {"rope_type": "yarn", "rope_theta": THETA, "factor": 40.0, "original_max_position_embeddings": 64}
     if all_dim is not None:
         parameters |= {"mscale": all_dim, "mscale_all_dim": all_dim}
-    model = LlmArchModel(tiny_config(**MLA, rope_parameters=parameters))
+    model: Any = LlmArchModel(tiny_config(**MLA, rope_parameters=parameters))
     expected = (14 + 8) ** -0.5 * (1 if all_dim is None else mscale(40, all_dim) ** 2)
     assert model.layers[1].self_attn.scaling == pytest.approx(expected, rel=1e-12)
 

@@ -85,7 +85,12 @@ def attention_of(draw: Draw) -> dict[str, Any]:
             "latent_norm_eps": draw(maybe(1e-3)),
         }
     # What the head counts contradict, and odd heads under RoPE, are refused.
-    counts = {None: [1, heads], "mha": [heads], "mqa": [1, None], "gqa": [k for k in (2, 3) if heads % k == 0] or [2]}
+    counts: dict[str | None, list[int | None]] = {
+        None: [1, heads],
+        "mha": [heads],
+        "mqa": [1, None],
+        "gqa": [k for k in (2, 3) if heads % k == 0] or [2],
+    }
     qk_norm = draw(of(configuration.QKNorm))
     switches |= {
         "num_key_value_heads": draw(st.sampled_from(counts[kind])),
@@ -143,6 +148,7 @@ def positions_of(draw: Draw, attention: dict[str, Any], layers: dict[str, Any]) 
         switches |= {
             "relative_attention_num_buckets": draw(st.integers(4, 9)),
             "relative_attention_max_distance": draw(st.integers(10, 40)),
+            "relative_attention_shared": draw(FLAG),
         }
     elif kind in ("learned", "sinusoidal"):
         switches["position_offset"] = draw(st.sampled_from([0, 2]))
@@ -172,8 +178,68 @@ def block_of(draw: Draw) -> dict[str, Any]:
         "norm_weight_in_fp32": draw(FLAG),
         "hidden_dropout": draw(st.sampled_from([0.0, 0.1])),
     }
+    if switches["norm_placement"] in ("pre", "sandwich"):
+        switches["first_attention_norm"] = draw(FLAG)
+    if switches["ffn_type"] == "glu":
+        switches |= {"glu_limit": draw(maybe(0.5)), "glu_up_offset": draw(st.sampled_from([0.0, 1]))}
     if parallel:
         switches["parallel_norms"] = draw(st.sampled_from([1, 2]))
+    return switches
+
+
+@st.composite
+def experts_of(draw: Draw, layers: int) -> dict[str, Any]:
+    """Experts without a capacity: its room is a share of the tokens that a forward sees, which pieces cut anew."""
+    if draw(st.integers(0, 2)):
+        return {}
+    count = draw(st.sampled_from([1, 4, 6]))
+    switches: dict[str, Any] = {
+        "num_experts": count,
+        "num_experts_per_tok": draw(st.integers(1, min(count, 3))),
+        "moe_intermediate_size": draw(maybe(9, 12)),
+        "router_type": draw(st.sampled_from(["top_k", "top_k", "sparsemixer"])),
+        "num_shared_experts": draw(st.integers(0, 2)),
+        "mlp_layer_types": draw(
+            st.one_of(st.none(), st.lists(st.sampled_from(["dense", "sparse"]), min_size=layers, max_size=layers))
+        ),
+        "experts_layout": draw(of(configuration.ExpertsLayout)),
+        "norm_topk_prob": draw(FLAG),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
+        "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.01])),
+        "router_aux_loss_scope": draw(of(configuration.RouterLossScope)),
+        "router_z_loss_coef": draw(st.sampled_from([0.0, 0.01])),
+        "router_jitter_noise": draw(st.sampled_from([0.0, 0.1])),
+    }
+    if switches["router_type"] == "top_k":
+        switches |= {
+            "router_score": draw(of(configuration.RouterScore)),
+            "router_bias": draw(FLAG),
+            "router_selection_bias": draw(FLAG),
+        }
+        if count == 6 and draw(FLAG):
+            switches |= {"n_group": 3, "topk_group": 2, "router_group_score": draw(of(configuration.RouterGroupScore))}
+    if switches["num_shared_experts"]:
+        switches |= {"shared_expert_gate": draw(FLAG), "shared_expert_intermediate_size": draw(maybe(11))}
+    return switches
+
+
+@st.composite
+def ends_of(draw: Draw) -> dict[str, Any]:
+    transform = draw(FLAG)
+    switches: dict[str, Any] = {
+        **{name: draw(FLAG) for name in ("final_norm", "embedding_norm", "lm_head_bias")},
+        "tie_word_embeddings": draw(FLAG),
+        "type_vocab_size": draw(st.sampled_from([0, 2])),
+        "lm_head_transform": transform,
+        "embedding_scale": draw(st.sampled_from([1.0, 4])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
+        "final_logit_softcapping": draw(maybe(2.0)),
+        "embedding_dropout": draw(st.sampled_from([0.0, 0.1])),
+    }
+    if transform or not switches["tie_word_embeddings"]:
+        switches["embedding_size"] = draw(maybe(10))
+    if transform:
+        switches |= {"head_act": draw(maybe("relu")), "head_bias": draw(FLAG)}
     return switches
 
 
@@ -186,16 +252,13 @@ def switches_of(draw: Draw) -> dict[str, Any]:
         **layers,
         **draw(positions_of(attention, layers)),
         **draw(block_of()),
-        **{name: draw(FLAG) for name in ("final_norm", "embedding_norm", "tie_word_embeddings", "lm_head_bias")},
-        "embedding_scale": draw(st.sampled_from([1.0, 4])),
-        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
-        "final_logit_softcapping": draw(maybe(2.0)),
-        "embedding_dropout": draw(st.sampled_from([0.0, 0.1])),
+        **draw(experts_of(layers["num_hidden_layers"])),
+        **draw(ends_of()),
     }
 
 
 def check(config: LlmArchConfig) -> None:
-    model: LlmArchForCausalLM = redraw(LlmArchForCausalLM(config)).eval()
+    model: Any = redraw(LlmArchForCausalLM(config)).eval()
     ids = torch.randint(0, 31, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -207,8 +270,9 @@ def check(config: LlmArchConfig) -> None:
     model.train()
     model(ids, labels=ids).loss.backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+        # An expert that no token was sent to has none.
+        assert parameter.grad is not None or ".experts." in name, name
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
     assert any(parameter.grad.abs().max() > 0 for parameter in model.parameters() if parameter.grad is not None)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -80,16 +80,12 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
-def trained(model: LlmArchForCausalLM, rows: Rows, folder: Path, **arguments: Any) -> Trainer:
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            **{"num_train_epochs": 1, "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True},
-            **{"disable_tqdm": True, "lr_scheduler_type": "constant", "weight_decay": 0.0, **arguments},
-        ),
-        train_dataset=rows,
-    )
+def trained(model: Any, rows: Rows, folder: Path, **arguments: Any) -> Trainer:
+    options: dict[str, Any] = {
+        **{"num_train_epochs": 1, "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True},
+        **{"disable_tqdm": True, "lr_scheduler_type": "constant", "weight_decay": 0.0, **arguments},
+    }
+    trainer = Trainer(model=model, args=TrainingArguments(output_dir=str(folder), **options), train_dataset=rows)
     trainer.train()
     return trainer
 
@@ -101,7 +97,7 @@ def test_trainer_accumulates_as_one_batch(tmp_path: Path) -> None:
     for size, steps in ((8, 1), (2, 4)):
         model = tiny_model().train()
         # A large eps: AdamW divides by the gradient's size, and so magnifies the rounding of the smallest ones.
-        options = {"learning_rate": 0.01, "adam_epsilon": 1e-3, "max_grad_norm": 0.0}
+        options: dict[str, Any] = {"learning_rate": 0.01, "adam_epsilon": 1e-3, "max_grad_norm": 0.0}
         trainer = trained(
             model,
             rows,

@@ -11,6 +11,7 @@ MODULES = (
     *("openai_gpt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
     *("t5", "mt5", "umt5", "switch_transformers", "bart", "mbart", "pegasus", "marian", "m2m_100"),
+    *("bert", "roberta", "xlm_roberta", "distilbert", "electra", "roformer", "modernbert", "albert"),
 )
 
 

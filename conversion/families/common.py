@@ -17,7 +17,7 @@ CAUSAL_LM = "LlmArchForCausalLM"
 
 
 def _token(native: Any, name: str) -> Any:
-    value = getattr(native, name)
+    value = getattr(native, name, None)
     # Old releases wrote -1 for "none".
     return None if value is not None and value == -1 else value
 
