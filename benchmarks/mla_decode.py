@@ -95,6 +95,7 @@ def main() -> None:
         native, ours = models(dtype)
         for context in options.contexts:
             times: dict[str, list[float]] = {"native sdpa": [], "native eager": [], "ours": []}
+            reference = torch.empty(0)
             for run in range(options.runs + 1):
                 for label, model in (("native sdpa", native), ("native eager", native), ("ours", ours)):
                     if model is native:

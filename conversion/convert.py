@@ -336,13 +336,18 @@ def written_layout(
     for step in plan.steps:
         read, written = (step.theirs, step.ours) if to == "ours" else (step.ours, step.theirs)
         stored = {dtypes[name] for name in read}
-        found = {cast if cast is not None and dtype.is_floating_point else dtype for dtype in stored}
+        casts = cast is not None and not any(part in name for name in written for part in LOADED_IN_FP32)
+        found = {cast if casts and cast is not None and dtype.is_floating_point else dtype for dtype in stored}
         if len(found) > 1:
             names = ", ".join(sorted(map(str, found)))
             raise ConversionError(f"{some(read)} go into one tensor but differ in dtype ({names}): cast with dtype=….")
         (dtype,) = found
         layout |= {name: TensorInfo(tuple(shapes[name]), dtype) for name in written}
     return layout
+
+
+# What the model keeps in fp32 whatever dtype it is loaded in (`_keep_in_fp32_modules_strict`, names of both sides).
+LOADED_IN_FP32 = ("e_score_correction_bias",)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import CheckpointError, ConversionError, NotExpressible, PlanError, some
+from .errors import CheckpointError, ConversionError, NotExpressible, PlanError, UnsupportedField, some
 from .relation import Entry, Values, family_of, read_config, write_config
 
 if TYPE_CHECKING:
@@ -257,13 +257,25 @@ class Draft:
 
 
 def drafts(family: Family, foreign: Mapping[str, Any], given: Collection[str]) -> Iterator[Draft]:
+    """Every reading that the config allows.
+
+    Raises:
+        UnsupportedField: when it allows none.
+    """
+    refusal, found = None, False
     for architecture in classes_for(family, foreign):
         for variant in family.variants.get(architecture, ({},)):
-            config = read_config(family, foreign, architecture, variant)
-            skeleton = skeleton_of(config, architecture)
+            try:
+                config = read_config(family, foreign, architecture, variant)
+            except UnsupportedField as error:
+                refusal = refusal or error
+                continue
+            found, skeleton = True, skeleton_of(config, architecture)
             for spelling in family.spellings:
                 steps = make_steps(family, config, skeleton, spelling, given)
                 yield Draft(architecture, config, skeleton, spelling, steps)
+    if refusal and not found:
+        raise refusal
 
 
 def classes_for(family: Family, foreign: Mapping[str, Any]) -> list[str]:
@@ -348,7 +360,7 @@ def make_steps(
             second = spell(family.copies.get(rule.theirs[0], ""), spelling)
             if len(present) == len(step.ours):
                 steps.append(step)
-                if second in on_disk:
+                if second in on_disk and second not in step.theirs:
                     copies.setdefault(step.ours[0], []).append(second)
             elif present:
                 absent = [name for name in step.ours if name not in shapes]

@@ -158,11 +158,16 @@ class PositionSwitches:
     sinusoidal_layout: SinusoidalLayout = switch(
         "interleaved", "Sine and cosine alternate as in the paper, or fill one half each as in Marian."
     )
+    sinusoidal_endpoint: bool = switch(
+        False,
+        "Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop one step before.",
+    )
     position_offset: int = switch(
         0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."
     )
     positions_skip_padding: bool = switch(
-        False, "Learned or sinusoidal positions count real tokens, and padding has position -1 (RoBERTa, M2M-100)."
+        False,
+        "Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa), or no sinusoid (M2M-100).",
     )
     alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
     alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")
@@ -242,6 +247,9 @@ class ExpertSwitches:
     capacity_factor: Number | None = switch(
         None,
         "An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row. None: all.",
+    )
+    expert_capacity: int | None = switch(
+        None, "An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."
     )
     overflow: Overflow = switch(
         "drop", "A token whose expert is full: only the residual passes, or the best expert that has room."
@@ -323,6 +331,11 @@ class TrainingSwitches:
     bos_token_id: int | None = switch(None, "First token.")
     eos_token_id: int | list[int] | None = switch(None, "Token, or tokens, that end a text.")
     decoder_start_token_id: int | None = switch(None, "Encoder-decoder: the decoder's first token.")
+    wrap_decoder_start: bool = switch(
+        False,
+        "Encoder-decoder: in training the decoder begins with each text's own last label, not with "
+        "decoder_start_token_id (mBART, where that is the language).",
+    )
     converted_from: dict[str, Any] | None = switch(
         None,
         "Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that "
@@ -418,6 +431,7 @@ class LlmArchConfig(
             "topology": "encoder",
             "source_stack": None,
             "share_source_embeddings": True,
+            "wrap_decoder_start": False,
             "tie_word_embeddings": False,
         }
         config = LlmArchConfig(**{**_copy_nested(values), **overrides})
@@ -699,8 +713,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("router_type", "topology"),
         lambda c: c.router_type != "expert_choice" or c.topology == "encoder" or not c.use_cache,
-        "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set use_cache=False "
-        "to train one all the same (its loss then leaks the future), or topology='encoder'.",
+        "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set "
+        "use_cache=False to train one all the same (its loss then leaks the future), or topology='encoder'.",
     ),
     Rule(
         ("router_type", "n_group", "router_selection_bias", "overflow"),
@@ -710,17 +724,27 @@ RULES: tuple[Rule, ...] = (
         "groups, a selection bias and next_best belong to router_type='top_k'.",
     ),
     Rule(
-        ("router_type", "capacity_factor", "router_score", "router_bias"),
+        ("router_type", "capacity_factor", "expert_capacity", "router_score", "router_bias"),
         lambda c: (
             c.router_type != "sparsemixer"
-            or (c.capacity_factor is None and c.router_score == "softmax" and not c.router_bias)
+            or (
+                c.capacity_factor is None
+                and c.expert_capacity is None
+                and c.router_score == "softmax"
+                and not c.router_bias
+            )
         ),
         "sparsemixer has a softmax of its own, no capacity and no bias.",
     ),
     Rule(
-        ("overflow", "capacity_factor"),
-        lambda c: c.overflow == "drop" or c.capacity_factor is not None,
-        "nothing overflows without a capacity_factor.",
+        ("overflow", "capacity_factor", "expert_capacity"),
+        lambda c: c.overflow == "drop" or c.capacity_factor is not None or c.expert_capacity is not None,
+        "nothing overflows without a capacity_factor or an expert_capacity.",
+    ),
+    Rule(
+        ("expert_capacity", "capacity_factor", "router_type"),
+        lambda c: c.expert_capacity is None or (c.capacity_factor is None and c.router_type == "top_k"),
+        "a capacity is one number or a factor, not both; experts that pick take a factor.",
     ),
     Rule(
         ("glu_limit", "glu_up_offset", "ffn_type"),
@@ -779,6 +803,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "rope_interleaved": equals("position_encoding", "rope"),
     "nope_layers": equals("position_encoding", "rope", "alibi", "relative_bias"),
     "sinusoidal_layout": equals("position_encoding", "sinusoidal"),
+    "sinusoidal_endpoint": equals("position_encoding", "sinusoidal"),
     "position_offset": equals("position_encoding", "learned", "sinusoidal"),
     "alibi_bias_max": equals("position_encoding", "alibi"),
     "alibi_scaled": equals("position_encoding", "alibi"),
@@ -787,6 +812,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
     "parallel_norms": equals("parallel_block", True),
     "source_stack": equals("topology", "encoder-decoder"),
+    "wrap_decoder_start": equals("topology", "encoder-decoder"),
     "share_source_embeddings": equals("topology", "encoder-decoder"),
     "pooler": equals("topology", "encoder"),
     "first_attention_norm": equals("norm_placement", "pre", "sandwich"),

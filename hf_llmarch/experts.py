@@ -7,7 +7,7 @@ width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and exper
 import math
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -161,6 +161,21 @@ def slots(real: torch.Tensor, experts: int, picks: int, factor: float) -> torch.
     Of the row, not of the batch, and of real tokens, not of padding: so that batch-mates never change a result.
     """
     return (real.sum(-1) * picks * factor / experts).ceil()
+
+
+def fixed_slots(real: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The same number for each row, `(B,)`, as Switch states it."""
+    return torch.full(real.shape[:1], float(capacity), device=real.device)
+
+
+def capacity(layer: LlmArchConfig) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What gives the room `(B,)` of an expert in each row, given its real tokens `(B, T)`; None: there is no bound."""
+    if layer.expert_capacity is not None:
+        return partial(fixed_slots, capacity=layer.expert_capacity)
+    if layer.capacity_factor is None:
+        return None
+    sizes = {"experts": cast(int, layer.num_experts), "picks": layer.num_experts_per_tok}
+    return partial(slots, factor=layer.capacity_factor, **sizes)
 
 
 def drop_overflow(
@@ -330,7 +345,8 @@ class SparseFeedForward(nn.Module):
         super().__init__()
         self.gate = ROUTERS[layer.router_type](layer)
         self.experts = EXPERT_LAYOUTS[layer.experts_layout](config, layer)
-        self.capacity_factor, self.overflow = layer.capacity_factor, OVERFLOWS[layer.overflow]
+        self.capacity, self.overflow = capacity(layer), OVERFLOWS[layer.overflow]
+        self.capacity_factor = layer.capacity_factor
         self.route = {"expert_choice": self.experts_pick}.get(layer.router_type, self.tokens_pick)
         width = layer.shared_width
         self.shared_experts = FEED_FORWARDS[layer.ffn_type](layer, width) if width else None
@@ -349,17 +365,22 @@ class SparseFeedForward(nn.Module):
     def tokens_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         tokens = x.flatten(0, -2)
         logits, weights, indices = self.gate(tokens)
-        if self.capacity_factor is not None:
-            weights, indices = self.within_capacity(x, logits, indices, real)
+        if self.capacity is not None:
+            weights, indices = self.within_capacity(x, logits, indices, self.capacity, real)
         return self.experts(tokens, indices, weights).view_as(x)
 
     def within_capacity(
-        self, x: torch.Tensor, logits: torch.Tensor, indices: torch.Tensor, real: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        indices: torch.Tensor,
+        capacity: Callable[[torch.Tensor], torch.Tensor],
+        real: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `(N, K)`, 0 for what found no room, and the experts."""
         batch, length, _ = x.shape
         real = torch.ones(batch, length, dtype=torch.bool, device=x.device) if real is None else real
-        room = slots(real, self.gate.experts, self.gate.picks, cast(float, self.capacity_factor))
+        room = capacity(real)
         scores = self.gate.score(logits.float())
         ranking = self.gate.ranking(scores).view(batch, length, -1)
         ended, kept = self.overflow(ranking, indices.view(batch, length, -1), room, real)

@@ -395,16 +395,24 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels moved one to the right behind the start token, padding in place of -100.
+        """Labels moved one to the right behind the start token (or the text's own last label, `wrap_decoder_start`),
+        padding in place of -100.
 
         Raises:
-            ValueError: where the config names no start token.
+            ValueError: where the config names no start token, or no padding token to find the last label by.
         """
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
-        if start is None:
+        if self.config.wrap_decoder_start:
+            if pad is None:
+                raise ValueError("pad_token_id is None: set it on the config, a text's last label is found by it.")
+            last = ((labels != -100) & (labels != pad)).sum(-1, keepdim=True) - 1
+            first = labels.gather(1, last.clamp(min=0))
+        elif start is None:
             raise ValueError("decoder_start_token_id is None: set it on the config, labels are shifted behind it.")
-        shifted = torch.cat((torch.full_like(labels[:, :1], start), labels[:, :-1]), dim=-1)
-        return shifted.masked_fill(shifted == -100, start if pad is None else pad)
+        else:
+            first = torch.full_like(labels[:, :1], start)
+        shifted = torch.cat((first, labels[:, :-1]), dim=-1)
+        return shifted.masked_fill(shifted == -100, cast(int, start if pad is None else pad))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.

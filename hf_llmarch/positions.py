@@ -67,18 +67,23 @@ class LearnedPositions(Positions, nn.Embedding):
 
 
 class SinusoidalPositions(Positions):
-    """sin and cos of position / 10000^(2i/C), arXiv 1706.03762 section 3.5; any length."""
+    """sin and cos of position / 10000^(2i/C), arXiv 1706.03762 section 3.5; any length.
+
+    With an endpoint it is 10000^(i/(C/2 - 1)), so that the slowest wave has the full 10000 (tensor2tensor).
+    """
 
     inv_freq: torch.Tensor
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.offset, self.width = config.position_offset, config.embedding_size or config.hidden_size
+        self.steps = self.width // 2 - config.sinusoidal_endpoint
+        self.skips_padding = config.positions_skip_padding
         self.interleaved = config.sinusoidal_layout == "interleaved"
         self.register_buffer("inv_freq", self.frequencies(), persistent=False)
 
     def frequencies(self) -> torch.Tensor:
-        return 10000.0 ** -(torch.arange(0, self.width, 2, dtype=torch.float32) / self.width)
+        return 10000.0 ** -(torch.arange(self.width // 2, dtype=torch.float32) / self.steps)
 
     def init_weights(self, std: float) -> None:
         init.copy_(self.inv_freq, self.frequencies())
@@ -89,6 +94,8 @@ class SinusoidalPositions(Positions):
             waves = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)  # (B, T, C)
         else:
             waves = torch.cat((angles.sin(), angles.cos()), dim=-1)
+        if self.skips_padding:
+            waves = waves.masked_fill((position_ids < 0)[..., None], 0.0)
         return x + waves.to(x.dtype)
 
 

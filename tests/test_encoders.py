@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 import hf_llmarch
-from family_configs import TOLERANCES, redraw
+from family_configs import TOLERANCES
 from hf_llmarch import (
     LlmArchConfig,
     LlmArchForCausalLM,
@@ -47,6 +47,7 @@ BERT: dict[str, Any] = {
     "layer_norm_eps": 0.1,
     "pad_token_id": PAD,
 }
+WINDOWED = ("modernbert", "modernbert-biases")
 # Beside the family's name, a case may have one of its own.
 CASES: dict[str, dict[str, Any]] = {
     "bert": {**BERT, "classifier_dropout": 0.15, "position_embedding_type": "absolute"},
@@ -112,6 +113,18 @@ CASES: dict[str, dict[str, Any]] = {
 ENCODERS = {name: family for name, family in families().items() if next(iter(family.architectures)) == MASKED_LM}
 
 
+def redraw(model: Any) -> Any:
+    """Every parameter anew, so that tokens stay apart through all layers; but for RoFormer's table, a constant."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                vector = parameter.dim() == 1
+                parameter.normal_(*((0.7, 0.5) if vector else (0.0, 0.25)), generator=generator)
+    model.tie_weights()
+    return model.eval()
+
+
 def model_type(case: str) -> str:
     return max((name for name in ENCODERS if case == name or case.startswith(f"{name}-")), key=len)
 
@@ -151,10 +164,7 @@ def native_model(config: dict[str, Any], backend: str = "eager", **options: Any)
     values = copy.deepcopy(config)
     native_config = AutoConfig.for_model(values.pop("model_type"), **values)
     native_config._attn_implementation = backend
-    native = getattr(transformers, config["architectures"][0])(native_config, **options)
-    redraw(native)
-    native.tie_weights()
-    return native.eval()
+    return redraw(getattr(transformers, config["architectures"][0])(native_config, **options))
 
 
 def build(case: str, ours: str, folder: Path, *, options: dict[str, Any] | None = None, **changes: Any) -> Converted:
@@ -234,11 +244,6 @@ def test_every_encoder_has_a_case() -> None:
 @pytest.mark.parametrize(("case", "ours"), heads())
 def test_numbers_and_the_way_back(case: str, ours: str, tmp_path: Path) -> None:
     converted = build(case, ours, tmp_path)
-    assert type(converted.ours).__name__ == ours
-    for backend, side in itertools.product(("eager", "sdpa"), ("right", "left")):
-        converted.ours.set_attn_implementation(backend)
-        assert_same_output(converted, ours, inputs(converted.config, side))
-
     state = converted.ours.state_dict()
     back = export_plan(converted.ours.config)
     written = dict(back.stream(state.__getitem__, to="theirs"))
@@ -247,6 +252,17 @@ def test_numbers_and_the_way_back(case: str, ours: str, tmp_path: Path) -> None:
         assert tensor.dtype == converted.tensors[name].dtype
         assert torch.equal(tensor, converted.tensors[name]), name
     assert back.foreign_config == converted.config
+
+    assert type(converted.ours).__name__ == ours
+    for backend, side in itertools.product(("eager", "sdpa"), ("right", "left")):
+        converted.ours.set_attn_implementation(backend)
+        if (
+            (ours, side) == (SEQUENCE, "left")
+            and converted.ours.config.classifier_pooling == "first"
+            and case in WINDOWED
+        ):
+            continue  # it reads the first token, which is padding that sees padding alone
+        assert_same_output(converted, ours, inputs(converted.config, side))
 
 
 @pytest.mark.parametrize(("case", "ours"), heads())
@@ -399,7 +415,7 @@ def test_a_head_that_is_not_tied_has_the_bias_in_its_last_layer(case: str, tmp_p
     assert not unread.endswith("decoder.bias")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("modernbert", "modernbert-biases")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in WINDOWED])
 def test_a_base_model_has_no_prefix_and_a_head_may_say_so(case: str, tmp_path: Path) -> None:
     config, tensors = on_disk(case, MODEL, tmp_path)
     assert_back(config, tensors)

@@ -279,7 +279,10 @@ def check(config: LlmArchConfig) -> None:
         model.save_pretrained(folder)
         again = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        assert torch.equal(again(ids, use_cache=False).logits, whole)
+        assert_close(again(ids, use_cache=False).logits, whole, "reload")
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
     assert {**again.config.to_dict(), "_name_or_path": ""} == {**config.to_dict(), "_name_or_path": ""}
 
 

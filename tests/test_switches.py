@@ -24,6 +24,7 @@ from tiny import (
     SWITCHES,
     TRAINING_ONLY,
     Variant,
+    assert_close,
     differs,
     redraw,
     text,
@@ -125,8 +126,7 @@ def test_saves_and_reloads_bit_equal(name: str, variant: Variant, dtype: torch.d
     for key, buffer in buffers.items():
         assert reloaded[key].dtype == torch.float32, key
         assert torch.equal(reloaded[key], buffer), key
-    again.eval()
-    assert torch.equal(logits(again), logits(model))
+    assert_close(logits(again.eval()), logits(model), "reload" if dtype == torch.float32 else "bf16")
 
 
 def test_rotations_stay_in_fp32_under_a_cast() -> None:

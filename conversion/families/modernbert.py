@@ -8,7 +8,7 @@ from ..ops import both, halves, qkv_rows
 from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import ATTENTION_BIAS, LAYER, QKV, TOKENS
-from .encoders import MASKED_LM, MODEL, SEQUENCE, classes, classifier_dense, head, of_task
+from .encoders import MASKED_LM, MODEL, SEQUENCE, classes, classifier_dense, classifier_norm, head, of_task
 from .experts import always
 
 BLOCK = "model.layers.{i}"
@@ -90,7 +90,7 @@ FAMILY = Family(
         *both(f"{BLOCK}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *both("model.final_norm", "model.norm"),
         *head("head.dense", "head.norm", "decoder"),
-        *of_task("SequenceClassification", [*classifier_dense("head.dense"), *both("head.norm")]),
+        *of_task("SequenceClassification", [*classifier_dense("head.dense"), *classifier_norm("head.norm")]),
         *both("classifier", "score"),
     ],
     spellings=({}, {"model.": ""}),
