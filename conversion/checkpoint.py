@@ -46,6 +46,7 @@ NOT_CARRIED: Mapping[str, tuple[str, ...]] = {
 }
 # Folders of which the files travel too; transformers looks for named chat templates here.
 CARRIED_FOLDERS = ("additional_chat_templates",)
+MODULES = "modules.json"
 
 # Downloaded only when there is nothing better (pickles), or never.
 PICKLES = ("*.bin", "*.bin.index.json")
@@ -236,9 +237,18 @@ class FolderCheckpoint(Checkpoint):
         nested = [file for folder in CARRIED_FOLDERS for file in sorted((self.path / folder).glob("*"))]
         files = [file for file in [*sorted(self.path.iterdir()), *nested] if file.is_file()]
         patterns = [pattern for group in NOT_CARRIED.values() for pattern in group]
-        return tuple(
-            str(file.relative_to(self.path)) for file in files if not any(fnmatch(file.name, p) for p in patterns)
-        )
+        carried = [file for file in files if not any(fnmatch(file.name, p) for p in patterns)]
+        carried += [file for folder in self.modules for file in sorted(folder.rglob("*")) if file.is_file()]
+        return tuple(str(file.relative_to(self.path)) for file in carried)
+
+    @property
+    def modules(self) -> list[Path]:
+        """Folders of what sentence-transformers runs behind the model, which it lists in modules.json."""
+        if not (self.path / MODULES).is_file():
+            return []
+        listed = parse_json(self.path / MODULES)
+        names = {module.get("path") for module in listed if isinstance(module, dict)}
+        return [folder for folder in sorted(self.path.iterdir()) if folder.is_dir() and folder.name in names]
 
     def write_companions(self, directory: Path) -> None:
         for name in self.companions:
@@ -352,11 +362,15 @@ def open_shards(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile |
     return shards
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def parse_json(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    content = parse_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__} where an object was expected.")
     return content

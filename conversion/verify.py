@@ -207,7 +207,9 @@ def prompts(tokens: Tensor | None, config: LlmArchConfig, new_tokens: int) -> tu
     reads it, else at its beginning."""
     if tokens is None:
         length = max(2, min(LENGTH, config.max_position_embeddings - new_tokens))
-        tokens = torch.randint(config.vocab_size, (ROWS, length), generator=torch.Generator().manual_seed(SEED))
+        # Words that both sides of a translator know.
+        words = min(config.vocab_size, (config.source_stack or {}).get("vocab_size", config.vocab_size))
+        tokens = torch.randint(words, (ROWS, length), generator=torch.Generator().manual_seed(SEED))
     rows, length = tokens.shape
     starts = torch.arange(rows) * length // (rows + 1)
     mask = (torch.arange(length) >= starts[:, None]).long()
@@ -222,7 +224,8 @@ def given(ids: Tensor, mask: Tensor, topology: str) -> dict[str, Any]:
     """What a model is called with."""
     inputs = {"input_ids": ids, "attention_mask": mask}
     if topology == "encoder-decoder":
-        return {**inputs, "decoder_input_ids": ids.flip(-1), "decoder_attention_mask": mask.flip(-1)}
+        # Another row's text. Its padding comes last: transformers' Switch lets it take the places of later tokens.
+        return {**inputs, "decoder_input_ids": ids.flip(0), "decoder_attention_mask": mask.flip(0)}
     if topology == "decoder":
         # Counted from the first real token, as `generate` does: a learned table must not depend on the padding.
         return {**inputs, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
@@ -252,7 +255,8 @@ def run(model: Any, ids: Tensor, mask: Tensor, topology: str) -> list[Tensor]:
 def generate(model: Any, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
     if not new_tokens:
         return ids
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
+    # An encoder-decoder begins with any one token, the same for both models.
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=new_tokens, pad_token_id=0, decoder_start_token_id=0)
     return model.generate(ids, attention_mask=mask, generation_config=greedy)
 
 

@@ -3,7 +3,7 @@
 Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D` head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -35,25 +35,29 @@ DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
 }
 
 
-def unhonoured(config: LlmArchConfig, implementation: str) -> list[str]:
-    """The switches of `config` that this attention implementation would ignore."""
-    return [
-        name
-        for name, demands in DEMANDS.items()
-        if implementation not in HONOURS[name] and any(demands(layer) for layer in config.layer_configs())
-    ]
+def demands(config: LlmArchConfig) -> tuple[str, ...]:
+    """The switches of `config` that not every attention implementation honours."""
+    layers = config.layer_configs()
+    return tuple(name for name, demanding in DEMANDS.items() if any(demanding(layer) for layer in layers))
+
+
+def honours(implementation: str | None, switches: Iterable[str]) -> bool:
+    """Whether an attention implementation, if one is chosen yet, does all of these switches."""
+    return implementation is None or all(implementation in HONOURS[name] for name in switches)
 
 
 def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
     """
     Raises:
-        ValueError: naming the switches that `implementation` would drop, and the ones that would not.
+        ValueError: naming the first switch that `implementation` would ignore, and the implementations that would not.
     """
-    for name in unhonoured(config, implementation) if implementation is not None else ():
-        raise ValueError(
-            f"attn_implementation={implementation!r} cannot do {name}={getattr(config.layer_configs()[0], name)!r} and "
-            f"would ignore it. Use one of: {', '.join(sorted(HONOURS[name]))}."
-        )
+    for name in demands(config):
+        if not honours(implementation, (name,)):
+            value = next(getattr(layer, name) for layer in config.layer_configs() if DEMANDS[name](layer))
+            raise ValueError(
+                f"attn_implementation={implementation!r} cannot do {name}={value!r} and would ignore it. "
+                f"Use one of: {', '.join(sorted(HONOURS[name]))}."
+            )
 
 
 def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:

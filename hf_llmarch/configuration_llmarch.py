@@ -160,14 +160,14 @@ class PositionSwitches:
     )
     sinusoidal_endpoint: bool = switch(
         False,
-        "Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop one step before.",
+        "Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop a step before.",
     )
     position_offset: int = switch(
         0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."
     )
     positions_skip_padding: bool = switch(
         False,
-        "Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa), or no sinusoid (M2M-100).",
+        "Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100).",
     )
     alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
     alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")

@@ -4,7 +4,6 @@ Shapes: `B` rows of a batch, `T` tokens a row, `N` = B T tokens, `E` experts, `K
 width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and expert indices `(N, K)`.
 """
 
-import math
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
@@ -174,8 +173,8 @@ def capacity(layer: LlmArchConfig) -> Callable[[torch.Tensor], torch.Tensor] | N
         return partial(fixed_slots, capacity=layer.expert_capacity)
     if layer.capacity_factor is None:
         return None
-    sizes = {"experts": cast(int, layer.num_experts), "picks": layer.num_experts_per_tok}
-    return partial(slots, factor=layer.capacity_factor, **sizes)
+    experts, picks = cast(int, layer.num_experts), layer.num_experts_per_tok
+    return partial(slots, experts=experts, picks=picks, factor=layer.capacity_factor)
 
 
 def drop_overflow(
@@ -474,8 +473,3 @@ def update_after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> No
 def watch_optimizers() -> None:
     """Hook into every optimiser, so that it works alike under Trainer, accelerate and a plain loop."""
     register_optimizer_step_post_hook(update_after_optimizer_step)
-
-
-def expert_capacity_factor(capacity: int, length: int, experts: int, picks: int) -> float:
-    """The factor that gives rows of `length` tokens an absolute capacity (Switch checkpoints state one)."""
-    return capacity * experts / (math.ceil(length) * picks)

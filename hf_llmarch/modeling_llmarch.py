@@ -26,7 +26,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
-from .attention import CrossAttention, ScoredAttention, refuse_backend, unhonoured
+from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay
 from .configuration_llmarch import LlmArchConfig
@@ -92,20 +92,21 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LlmArchConfig, *args: Any, **kwargs: Any):
         refuse_backend(config, config._attn_implementation)
+        self.demands = demands(config)
         super().__init__(config, *args, **kwargs)
 
     # Properties, where the host has class attributes: they depend on the config.
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
-        return not unhonoured(self.config, "sdpa")
+        return honours("sdpa", self.demands)
 
     @property
     def _supports_flash_attn(self) -> bool:  # type: ignore[override]
-        return not unhonoured(self.config, "flash_attention_2")
+        return honours("flash_attention_2", self.demands)
 
     @property
     def _supports_flex_attn(self) -> bool:  # type: ignore[override]
-        return not unhonoured(self.config, "flex_attention")
+        return honours("flex_attention", self.demands)
 
     @property
     def _can_compile_fullgraph(self) -> bool:  # type: ignore[override]
@@ -211,7 +212,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
             input_ids, attention_mask, inputs_embeds = decoder_input_ids, decoder_attention_mask, None
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        refuse_backend(self.config, self.config._attn_implementation)
+        if not honours(self.config._attn_implementation, self.demands):
+            refuse_backend(self.config, self.config._attn_implementation)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         given = cache if cache is not None else past_key_values

@@ -161,7 +161,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"rope_parameters": {"rope_theta": 7.0, "partial_rotary_factor": 0.5}},
         {**MLA, "qk_rope_head_dim": 7},
     ],
-    ("nope_layers", "num_hidden_layers"): [{"nope_layers": [3]}, {"nope_layers": [-1]}],
+    ("nope_layers", "num_hidden_layers"): [{"nope_layers": [3]}, {"nope_layers": [-1]}, {"nope_layers": [2, 0, 1]}],
     ("position_encoding", "hidden_size", "embedding_size"): [
         {"position_encoding": "sinusoidal", "hidden_size": 49},
         {"position_encoding": "sinusoidal", "embedding_size": 21},
@@ -191,12 +191,16 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"num_experts": 6, "router_type": "sparsemixer", "router_selection_bias": True},
         {"num_experts": 6, "router_type": "sparsemixer", "n_group": 3, "topk_group": 2},
     ],
-    ("router_type", "capacity_factor", "router_score", "router_bias"): [
+    ("router_type", "capacity_factor", "expert_capacity", "router_score", "router_bias"): [
+        {"num_experts": 6, "router_type": "sparsemixer", "expert_capacity": 5},
         {"num_experts": 6, "router_type": "sparsemixer", "capacity_factor": 1.5},
         {"num_experts": 6, "router_type": "sparsemixer", "router_score": "sigmoid"},
         {"num_experts": 6, "router_type": "sparsemixer", "router_bias": True},
     ],
-    ("overflow", "capacity_factor"): [{"num_experts": 6, "overflow": "next_best"}],
+    ("expert_capacity", "capacity_factor", "router_type"): [
+        {"num_experts": 6, "expert_capacity": 5, "capacity_factor": 1.5},
+    ],
+    ("overflow", "capacity_factor", "expert_capacity"): [{"num_experts": 6, "overflow": "next_best"}],
     ("glu_limit", "glu_up_offset", "ffn_type"): [
         {"ffn_type": "mlp", "glu_limit": 7.0},
         {"ffn_type": "mlp", "glu_up_offset": 1.0},
@@ -242,6 +246,9 @@ UNREAD: dict[str, Any] = {
     "classifier_norm": True,
     "source_stack": {"num_hidden_layers": 2},
     "share_source_embeddings": False,
+    "wrap_decoder_start": True,
+    "sinusoidal_endpoint": True,
+    "expert_capacity": 5,
     "pooler": True,
     "first_attention_norm": {"norm_placement": "branch"},
     "positions_skip_padding": True,

@@ -272,20 +272,30 @@ def test_longrope(length: int, factors: list[float], given: dict[str, float]) ->
 # -- added to the embedding: arXiv 1706.03762 section 3.5 -------------------------------------------------------------
 
 
-def sinusoid(position: int, channel: int, width: int) -> float:
-    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d))."""
-    angle = position / 10000 ** (2 * (channel // 2) / width)
+def sinusoid(position: int, channel: int, width: int, endpoint: bool) -> float:
+    """PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i + 1) = cos(pos / 10000^(2i/d)); tensor2tensor's code has
+    10000^(i / (d/2 - 1)) instead, so that the last wave has the full 10000."""
+    i = channel // 2
+    angle = position / 10000 ** (i / (width // 2 - 1) if endpoint else 2 * i / width)
     return math.sin(angle) if channel % 2 == 0 else math.cos(angle)
 
 
+@pytest.mark.parametrize("endpoint", [False, True])
 @pytest.mark.parametrize("offset", [0, 2])
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
-def test_sinusoidal(layout: str, offset: int) -> None:
+def test_sinusoidal(layout: str, offset: int, endpoint: bool) -> None:
     width = 48
-    model = LlmArchModel(tiny_config(position_encoding="sinusoidal", sinusoidal_layout=layout, position_offset=offset))
+    model = LlmArchModel(
+        tiny_config(
+            position_encoding="sinusoidal",
+            sinusoidal_layout=layout,
+            position_offset=offset,
+            sinusoidal_endpoint=endpoint,
+        )
+    )
     x = torch.zeros(1, len(POSITIONS), width)
     table = model.embed_positions.embed(x, torch.from_numpy(POSITIONS)[None])[0]
-    expected = np.array([[sinusoid(int(p) + offset, c, width) for c in range(width)] for p in POSITIONS])
+    expected = np.array([[sinusoid(int(p) + offset, c, width, endpoint) for c in range(width)] for p in POSITIONS])
     if layout == "halves":
         # Marian: all sines, then all cosines.
         expected = np.concatenate((expected[:, 0::2], expected[:, 1::2]), axis=1)
@@ -334,7 +344,7 @@ def alibi(heads: int, bias_max: int, **switches: Any) -> LlmArchConfig:
 def test_alibi(heads: int, bias_max: int) -> None:
     length = 29
     slopes = alibi_slopes(heads, bias_max)
-    expected = np.array([[[-m * (i - j) for j in range(length)] for i in range(length)] for m in slopes])
+    expected = np.array([[[-m * abs(i - j) for j in range(length)] for i in range(length)] for m in slopes])
     bias = score_bias(alibi(heads, bias_max), length)
     assert_near(bias, expected)
     # The smallest slopes drown in a spread taken over all heads.

@@ -130,7 +130,8 @@ def positions_of(draw: Draw, attention: dict[str, Any], layers: dict[str, Any]) 
     kind = "rope" if mla else draw(of(configuration.PositionEncoding))
     switches: dict[str, Any] = {"position_encoding": kind}
     if kind in ("rope", "alibi", "relative_bias"):
-        switches["nope_layers"] = draw(maybe([layers["num_hidden_layers"] - 1], []))
+        last = layers["num_hidden_layers"] - 1
+        switches["nope_layers"] = draw(maybe([last] if last else [], []))
     if kind == "rope":
         rotated = attention["head_dim"]
         parameters = rope_of(rotated)

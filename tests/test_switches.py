@@ -352,6 +352,8 @@ def test_decoder_start_token_begins_what_labels_become() -> None:
     assert isinstance(model, LlmArchForConditionalGeneration)
     labels = torch.tensor([[5, 6, 8], [9, -100, -100]])
     assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[7, 5, 6], [7, 9, 0]]
+    model.config.wrap_decoder_start = True
+    assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[8, 5, 6], [9, 9, 0]]
 
 
 def test_unknown_activation_is_refused_by_name() -> None:

@@ -35,6 +35,7 @@ TOLERANCES = {
     "native": 1e-5,  # transformers' own class: fused projections, sums in another order
     "double": 5e-6,  # fp32 against float64: angles up to 128 carry an error of 128 * 2^-24
     "property": 2e-5,  # as "cache", over shapes and scales that nobody chose
+    "recompute": 1e-6,  # reentrant checkpoints add up what the layers share in another order
     "gradient": 1e-4,  # long sums over batch and length, of numbers of both signs
     "accumulation": 1e-4,  # the same, and AdamW divides by the gradient's own size
 }
@@ -305,6 +306,7 @@ SWITCHES: dict[str, list[Variant]] = {
         *values("nope_layers", [1], **MLA),
     ],
     "sinusoidal_layout": values("sinusoidal_layout", "halves", position_encoding="sinusoidal"),
+    "sinusoidal_endpoint": values("sinusoidal_endpoint", True, position_encoding="sinusoidal"),
     "position_offset": [
         *values("position_offset", 2, position_encoding="learned"),
         *values("position_offset", 2, position_encoding="sinusoidal"),
@@ -322,6 +324,7 @@ SWITCHES: dict[str, list[Variant]] = {
     "relative_attention_shared": [
         *values("relative_attention_shared", False, position_encoding="relative_bias"),
         *values("relative_attention_shared", False, position_encoding="relative_bias", **MIXED),
+        *values("relative_attention_shared", False, position_encoding="relative_bias", nope_layers=[0]),
     ],
     "ffn_type": values("ffn_type", "mlp"),
     "hidden_act": [
@@ -359,6 +362,7 @@ SWITCHES: dict[str, list[Variant]] = {
         # An expert's room is a share of the tokens that a forward sees. With room for all of them, pieces agree.
         Variant({**MOE, "capacity_factor": 0.8}, against=MOE, decoding={"capacity_factor": 5}),
     ],
+    "expert_capacity": [Variant({**MOE, "expert_capacity": 4}, against=MOE, decoding={"expert_capacity": 99})],
     "overflow": [
         Variant(
             {**MOE, "capacity_factor": 0.8, "overflow": "next_best"},
@@ -453,6 +457,7 @@ EXCEPTIONS: dict[str, str] = {
     "classifier_dropout": "read by a sequence classifier: test_switches",
     "positions_skip_padding": "acts where there is padding: test_switches",
     "pad_token_id": "a token's meaning: test_switches",
+    "wrap_decoder_start": "how labels become a decoder's tokens: test_switches",
     "decoder_start_token_id": "a token's meaning: test_switches",
     "bos_token_id": "a token's meaning, read by generate",
     "eos_token_id": "a token's meaning, read by generate: test_generate",

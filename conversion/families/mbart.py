@@ -1,6 +1,6 @@
 """mBART: BART with norms before each branch, and a last one after each stack. arXiv 2001.08210, 2008.00401."""
 
-from ..relation import Field
+from ..relation import Const, Field
 from ..rules import Family
 from .stacks import (
     BART_INERT,
@@ -19,7 +19,14 @@ from .stacks import (
 
 FAMILY = Family(
     "mbart",
-    config=[*bart_config(pre_norm=True), Field("vocab_size"), *LEARNED, *EMBEDDING_NORM, *LOGITS_BIAS],
+    config=[
+        *bart_config(pre_norm=True),
+        Field("vocab_size"),
+        *LEARNED,
+        *EMBEDDING_NORM,
+        *LOGITS_BIAS,
+        Const("wrap_decoder_start", True),
+    ],
     weights=[*SHARED_EMBEDDING, *BART_WEIGHTS],
     drops=FORMAT_NUMBERS,
     spellings=BART_SPELLINGS,
