@@ -284,8 +284,14 @@ def open_checkpoint(
 
 
 def open_file(source: str, path: Path) -> Checkpoint:
+    if path.suffix == ".pt":
+        from .nanogpt_source import NanoGptCheckpoint
+
+        return NanoGptCheckpoint(source, path)
     if path.suffix != ".gguf":
-        raise CheckpointError(f"{path} is a single file, and of these only .gguf can be read. Name its folder instead.")
+        raise CheckpointError(
+            f"{path} is a single file, and of these only .gguf and nanoGPT's .pt can be read. Name its folder instead."
+        )
     try:
         from .gguf_source import GgufCheckpoint
     except ImportError as error:

@@ -187,6 +187,8 @@ def export(
 
     def write_config(folder: Path) -> None:
         write_json(folder / CONFIG, foreign)
+        if plan.family.container is not None:
+            plan.family.container(folder)
 
     return carry(
         checkpoint,

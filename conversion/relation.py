@@ -113,7 +113,7 @@ def native_config(family: Family, foreign: Mapping[str, Any]) -> PreTrainedConfi
         if old in values:
             values.setdefault(name, values.pop(old))
     try:
-        return AutoConfig.for_model(family.name, **values)
+        return family.native(**values) if family.native else AutoConfig.for_model(family.name, **values)
     except Exception as error:
         raise ConversionError(f"transformers cannot read this config.json as {family.name!r}: {error}") from error
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,6 +84,8 @@ class Family:
         copies: tensors that may be on disk a second time under another name, as {rules': the other}.
         aliases: config keys of old releases, as {old: today's}.
         inert: config keys of this family that do not change what its models compute.
+        native: the class that reads their config.json, where transformers has none.
+        container: turns an exported folder into the family's own kind of file.
         layers_ahead: config key that counts layers beyond the last, which predict tokens further ahead; drops number
             them with `{m}`.
     """
@@ -99,6 +102,8 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Collection[str] = ()
     layers_ahead: str | None = None
+    native: Callable[..., Any] | None = None
+    container: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ CASES: dict[str, Config] = {
     "smollm3": tiny(LLAMA, num_hidden_layers=5, hidden_act="relu", attention_bias=True, tie_word_embeddings=False),
     "smollm3-windows": tiny(LLAMA, no_rope_layers=[0, 1, 1], use_sliding_window=True, sliding_window=5, mlp_bias=True),
     "helium": tiny(LLAMA, head_dim=10, hidden_act="relu", tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    "phi3": tiny(LLAMA, head_dim=10, hidden_act="relu", tie_word_embeddings=True, sliding_window=5, rope_theta=555.0),
+    "phi3": tiny(LLAMA, head_dim=8, hidden_act="relu", tie_word_embeddings=True, sliding_window=5, rope_theta=555.0),
     "phi3-longrope": tiny(
         LLAMA,
         head_dim=10,
@@ -300,7 +300,7 @@ CASES: dict[str, Config] = {
         original_max_position_embeddings=16,
         rope_scaling={"type": "longrope", "short_factor": [1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 5.0]},
     ),
-    "phi": tiny(LAYER_NORM, tie_word_embeddings=True, partial_rotary_factor=0.4),
+    "phi": tiny(LAYER_NORM, head_dim=20, tie_word_embeddings=True, partial_rotary_factor=0.4),
     "phi-qk-norm": tiny(LAYER_NORM, partial_rotary_factor=0.4, qk_layernorm=True, hidden_act="relu"),
     "stablelm": tiny(LAYER_NORM, hidden_act="relu", partial_rotary_factor=0.4, use_qkv_bias=True),
     "stablelm-parallel": tiny(
@@ -311,9 +311,9 @@ CASES: dict[str, Config] = {
         qk_layernorm=True,
         tie_word_embeddings=True,
     ),
-    "starcoder2": tiny(MHA, num_key_value_heads=2, norm_epsilon=0.1, sliding_window=5, rope_theta=555.0),
+    "starcoder2": tiny(MHA, head_dim=8, num_key_value_heads=2, norm_epsilon=0.1, sliding_window=5, rope_theta=555.0),
     "starcoder2-no-bias": tiny(MHA, num_key_value_heads=2, use_bias=False, tie_word_embeddings=False),
-    "cohere": tiny(LAYER_NORM, hidden_act="relu", logit_scale=0.3, attention_bias=True),
+    "cohere": tiny(LAYER_NORM, head_dim=8, hidden_act="relu", logit_scale=0.3, attention_bias=True),
     "cohere-qk-norm": tiny(LAYER_NORM, logit_scale=0.4, use_qk_norm=True, rope_theta=321.0),
     "cohere2": tiny(
         LAYER_NORM,

@@ -195,7 +195,9 @@ def test_a_cropped_cache_continues_from_where_it_was_cut(switches: dict[str, Any
     for layer in cache.layers:
         # A sliding layer keeps what it would drop only when told that a crop will follow.
         getattr(layer, "activate_past_recording", lambda: None)()
-    decode(model, torch.cat((ids[:, :12], text(seed=7)[:, :4]), dim=1), cache, (12, 4))
+    decode(model, ids[:, :12], cache, (12,))
+    cache.crop(0)
+    decode(model, text(seed=7)[:, :4], cache, (4,))
     cache.crop(-4)
     assert cache.get_seq_length() == 12
     tail = decode(model, ids[:, 12:], cache, (1, 10))

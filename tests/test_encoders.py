@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,14 @@ class Converted:
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     plan: Plan
-    ours: PreTrainedModel
+    ours: Any
 
 
 def foreign_config(case: str, ours: str, **changes: Any) -> dict[str, Any]:
     """A config.json for a class, as its authors wrote it and not as this version of transformers would."""
     family = ENCODERS[model_type(case)]
-    config = {"model_type": family.name, "architectures": [family.architectures[ours]], "torch_dtype": "float32"}
+    config: dict[str, Any] = {"model_type": family.name, "architectures": [family.architectures[ours]]}
+    config["torch_dtype"] = "float32"
     if ours in (SEQUENCE, TOKEN):
         config["id2label"] = {str(i): f"label {i}" for i in range(LABELS)}
         config["label2id"] = {f"label {i}": i for i in range(LABELS)}
@@ -315,7 +317,7 @@ def test_a_base_model_without_its_pooler(case: str, tmp_path: Path) -> None:
 )
 def test_dropout_goes_where_the_native_class_has_it(field: str, ours: str, tmp_path: Path) -> None:
     """At a probability of 1 dropout is no longer random: what it drops is gone, in both models."""
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    none: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
     converted = build("bert", ours, tmp_path, **{**none, field: 1.0})
     batch = inputs(converted.config)
     trained = converted.native.train()(**batch).logits
@@ -435,6 +437,111 @@ def test_a_discriminator_keeps_its_head_aside(tmp_path: Path) -> None:
     assert proven.architecture == MODEL
     assert set(proven.aside) == set(head)
     assert all("aside" in reason for reason in proven.dropped.values())
+
+
+@pytest.mark.parametrize(("case", "theirs"), [("electra", "ElectraForPreTraining"), ("bert", "BertForPreTraining")])
+def test_heads_kept_aside_go_back(case: str, theirs: str, tmp_path: Path) -> None:
+    config = foreign_config(case, MODEL, architectures=[theirs])
+    native_model(config).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    report = convert(tmp_path / "theirs", tmp_path / "ours", verify=True, progress=False)
+    assert report.certificate is not None
+    assert report.certificate.ok, report.certificate.problems
+    assert report.dropped
+    export(tmp_path / "ours", tmp_path / "back", progress=False)
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+
+
+BASE: dict[str, Any] = {
+    **{"attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768},
+    **{"initializer_range": 0.02, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12},
+}
+ROBERTA_BASE: dict[str, Any] = {
+    **BASE,
+    **{"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "layer_norm_eps": 1e-05},
+    **{"max_position_embeddings": 514, "type_vocab_size": 1},
+}
+# config.json of published checkpoints, the class whose tensors they hold, and how many numbers these are.
+PUBLISHED: dict[str, tuple[dict[str, Any], str, int]] = {
+    "bert-base-uncased": (
+        {
+            **BASE,
+            **{"architectures": ["BertForMaskedLM"], "model_type": "bert", "gradient_checkpointing": False},
+            **{"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "pad_token_id": 0, "type_vocab_size": 2},
+            **{"position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0", "use_cache": True},
+            "vocab_size": 30522,
+        },
+        "BertForPreTraining",
+        110_106_428,
+    ),
+    "roberta-base": (
+        {**ROBERTA_BASE, "architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "vocab_size": 50265},
+        "RobertaForMaskedLM",
+        124_697_433,
+    ),
+    "xlm-roberta-base": (
+        {
+            **ROBERTA_BASE,
+            **{"architectures": ["XLMRobertaForMaskedLM"], "model_type": "xlm-roberta", "vocab_size": 250002},
+            **{"output_past": True, "position_embedding_type": "absolute", "use_cache": True},
+        },
+        "XLMRobertaForMaskedLM",
+        278_885_778 - 768 * 769,  # the pooler, which transformers' class leaves out
+    ),
+    "distilbert-base-uncased": (
+        {
+            **{"activation": "gelu", "architectures": ["DistilBertForMaskedLM"], "attention_dropout": 0.1, "dim": 768},
+            **{"dropout": 0.1, "hidden_dim": 3072, "initializer_range": 0.02, "max_position_embeddings": 512},
+            **{"model_type": "distilbert", "n_heads": 12, "n_layers": 6, "pad_token_id": 0, "qa_dropout": 0.1},
+            **{"seq_classif_dropout": 0.2, "sinusoidal_pos_embds": False, "tie_weights_": True, "vocab_size": 30522},
+        },
+        "DistilBertForMaskedLM",
+        66_985_530,
+    ),
+    "ModernBERT-base": (
+        {
+            **{"architectures": ["ModernBertForMaskedLM"], "attention_bias": False, "attention_dropout": 0.0},
+            **{"bos_token_id": 50281, "classifier_activation": "gelu", "classifier_bias": False, "decoder_bias": True},
+            **{"classifier_dropout": 0.0, "classifier_pooling": "mean", "cls_token_id": 50281, "eos_token_id": 50282},
+            **{"deterministic_flash_attn": False, "embedding_dropout": 0.0, "global_attn_every_n_layers": 3},
+            **{"global_rope_theta": 160000.0, "gradient_checkpointing": False, "hidden_activation": "gelu"},
+            **{
+                "hidden_size": 768,
+                "initializer_cutoff_factor": 2.0,
+                "initializer_range": 0.02,
+                "layer_norm_eps": 1e-05,
+            },
+            **{"intermediate_size": 1152, "local_attention": 128, "local_rope_theta": 10000.0, "mlp_bias": False},
+            **{"max_position_embeddings": 8192, "mlp_dropout": 0.0, "model_type": "modernbert", "norm_bias": False},
+            **{"norm_eps": 1e-05, "num_attention_heads": 12, "num_hidden_layers": 22, "pad_token_id": 50283},
+            **{"position_embedding_type": "absolute", "sep_token_id": 50282, "tie_word_embeddings": True},
+            **{"torch_dtype": "float32", "transformers_version": "4.47.0.dev0", "vocab_size": 50368},
+        },
+        "ModernBertForMaskedLM",
+        149_655_232,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_plan_to_the_published_number_of_parameters(name: str) -> None:
+    config, holds, parameters = PUBLISHED[name]
+    values = copy.deepcopy(config)
+    with torch.device("meta"):
+        native = getattr(transformers, holds)(AutoConfig.for_model(values.pop("model_type"), **values))
+    shapes = {n: tuple(t.shape) for n, t in native.state_dict().items() if n not in native.all_tied_weights_keys}
+    if "bert.embeddings.LayerNorm.weight" in shapes:
+        # Its file has the names of the first years.
+        old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        for new, first in old.items():
+            shapes = {name.replace(new, first): shape for name, shape in shapes.items()}
+    proven = plan(config, shapes)
+    assert proven.their_shapes.keys() | proven.dropped.keys() == shapes.keys()
+    assert sum(map(math.prod, shapes.values())) == parameters
+    assert export_plan(LlmArchConfig.from_dict(proven.config.to_dict())).foreign_config == config
 
 
 @pytest.mark.parametrize(("case", "ours"), heads("bert", "roberta", "distilbert", "electra"))
@@ -750,9 +857,9 @@ def test_pipelines_say_what_they_said_of_the_original(task: str, case: str, tmp_
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
     tiny_tokenizer().save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", progress=False)
+    pipeline: Any = transformers.pipeline
     expected, found = (
-        transformers.pipeline(task, model=str(tmp_path / side), device="cpu")(texts, **options)
-        for side in ("theirs", "ours")
+        pipeline(task, model=str(tmp_path / side), device="cpu")(texts, **options) for side in ("theirs", "ours")
     )
     assert_alike(found, expected)
 

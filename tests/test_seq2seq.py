@@ -83,6 +83,9 @@ CASES: dict[str, Config] = {
     "switch_transformers": SWITCH,
     "switch_transformers-biased": {**SWITCH, "router_bias": True, "num_decoder_layers": 4, "dense_act_fn": "silu"},
 }
+# Not so in the oldest supported releases of transformers: there umT5 scales whatever its config says, Switch lets no
+# token overflow, and beams count the source's vocabulary.
+AT_ODDS = ("umt5", "switch_transformers", "switch_transformers-biased", "marian-two-vocabularies")
 # What transformers writes into their files and rebuilds by itself.
 TABLES = {"pegasus": {f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")}}
 
@@ -123,7 +126,7 @@ def native_model(config: Config) -> Any:
     return native
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[c if c in AT_ODDS else pytest.param(c, marks=pytest.mark.core) for c in CASES])
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
     case, folder = request.param, tmp_path_factory.mktemp("seq2seq")
     config = {"model_type": model_type(case), "torch_dtype": "float32", **CASES[case]}
@@ -173,7 +176,6 @@ def stack_of(model: Any, side: str) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.core
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_every_number_of_a_forward(converted: Converted, backend: str) -> None:
     """Logits, and the states and attentions of all layers of both stacks, wherever there is no padding."""
@@ -198,7 +200,6 @@ def test_every_number_of_a_forward(converted: Converted, backend: str) -> None:
                 assert_close(mine.transpose(1, 2)[real[queries]], theirs.transpose(1, 2)[real[queries]], "native")
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation(converted: Converted, beams: int) -> None:
     """Greedily and with beams, from padded sources, with the source's own generation config."""
@@ -215,7 +216,6 @@ def test_generation(converted: Converted, beams: int) -> None:
     assert ours.shape == (3, 9)
 
 
-@pytest.mark.core
 def test_the_way_back_is_byte_equal(converted: Converted) -> None:
     back = export_plan(converted.ours.config)
     written = dict(back.stream(converted.ours.state_dict().__getitem__, to="theirs"))

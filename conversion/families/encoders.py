@@ -78,8 +78,9 @@ def classifier_dropout(name: str | None = "classifier_dropout") -> Derived:
         return {"classifier_dropout": 0.0 if task(native) == "QuestionAnswering" else dropout}
 
     def to_theirs(config: Any) -> Values:
-        written = name is not None and task(config) != "QuestionAnswering"
-        return {name: config.classifier_dropout} if written else {}
+        if name is None or task(config) == "QuestionAnswering":
+            return {}
+        return {name: config.classifier_dropout}
 
     return Derived((name,) if name else (), to_ours, to_theirs)
 
@@ -114,14 +115,12 @@ def topology(theirs: str) -> Derived:
 
 
 ENCODER: list[Entry] = [Const("topology", "encoder"), always("is_decoder", False)]
-# Of multiple-choice heads, the fused kernels of old releases, and the like.
 INERT = (
-    "directionality",
-    "pooler_fc_size",
-    "pooler_num_attention_heads",
-    "pooler_num_fc_layers",
-    "pooler_size_per_head",
+    # Of Google's configs, about pretraining.
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
     "pooler_type",
+    # Of old releases of transformers, and of tools that train and serve.
+    *("_num_labels", "output_past", "eos_token_ids", "xla_device", "language", "name", "sentence_transformers"),
 )
 
 # The pooler is on disk or it is not; config.json does not say. What it makes, a classifier reads.

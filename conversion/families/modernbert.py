@@ -8,7 +8,7 @@ from ..ops import both, halves, qkv_rows
 from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import ATTENTION_BIAS, LAYER, QKV, TOKENS
-from .encoders import MASKED_LM, MODEL, SEQUENCE, classes, classifier_dense, classifier_norm, head, of_task
+from .encoders import INERT, MASKED_LM, MODEL, SEQUENCE, classes, classifier_dense, classifier_norm, head, of_task
 from .experts import always
 
 BLOCK = "model.layers.{i}"
@@ -99,6 +99,7 @@ FAMILY = Family(
         name: theirs for name, theirs in classes("ModernBert").items() if name in (MASKED_LM, MODEL, SEQUENCE)
     },
     inert=(
+        *INERT,
         # Of fresh weights, of kernels, and of memory spent in training.
         *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"),
         *("sparse_prediction", "sparse_pred_ignore_index"),

@@ -1,4 +1,4 @@
-"""T5 1.0 and 1.1, FLAN-T5, LongT5's plain kin: a position bias on the scores, no scale on them. arXiv 1910.10683."""
+"""T5 1.0, 1.1 and FLAN-T5: a position bias on the scores, no scale on them. arXiv 1910.10683."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def head(native: Any) -> Values:
 
     transformers' class scales by what config.json says and ties by what is on disk.
     """
-    scaled = native.scale_decoder_outputs
+    scaled = getattr(native, "scale_decoder_outputs", None) is not False
     return {"tie_word_embeddings": scaled, "logit_scale": native.d_model**-0.5 if scaled else 1.0}
 
 
@@ -31,6 +31,8 @@ def head_to_theirs(config: Any) -> Values:
 
 
 SCALED_HEAD = Derived(("tie_word_embeddings", "scale_decoder_outputs"), head, head_to_theirs)
+# Said twice, because transformers' classes forget the first as they read it, umT5's of some releases without a trace.
+SCALED_HEAD_ALIASES = {"tie_word_embeddings": "scale_decoder_outputs"}
 
 FAMILY = Family(
     "t5",
@@ -40,5 +42,6 @@ FAMILY = Family(
     architectures={SEQ2SEQ_LM: "T5ForConditionalGeneration"},
     variants=T5_VARIANTS,
     copies=T5_COPIES,
+    aliases=SCALED_HEAD_ALIASES,
     inert=T5_INERT,
 )

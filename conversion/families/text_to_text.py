@@ -119,6 +119,6 @@ T5_DROPS = [
     )
 ]
 # A head that config.json does not tie may be absent all the same; then it is the embedding.
-T5_VARIANTS = {SEQ2SEQ_LM: ({}, {"tie_word_embeddings": True})}
+T5_VARIANTS: dict[str, tuple[Values, ...]] = {SEQ2SEQ_LM: ({}, {"tie_word_embeddings": True})}
 # The first is a factor on fresh weights; no release reads the others.
 T5_INERT = ("initializer_factor", "n_positions", "output_past", "prefix")

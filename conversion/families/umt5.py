@@ -3,7 +3,7 @@
 from ..relation import Const
 from ..rules import Family
 from .stacks import SEQ2SEQ_LM
-from .t5 import SCALED_HEAD
+from .t5 import SCALED_HEAD, SCALED_HEAD_ALIASES
 from .text_to_text import (
     T5_COPIES,
     T5_DROPS,
@@ -23,6 +23,7 @@ FAMILY = Family(
     architectures={SEQ2SEQ_LM: "UMT5ForConditionalGeneration"},
     variants=T5_VARIANTS,
     copies=T5_COPIES,
+    aliases=SCALED_HEAD_ALIASES,
     # The last: read by no release.
     inert=(*T5_INERT, "scalable_attention"),
 )
