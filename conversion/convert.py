@@ -36,12 +36,16 @@ from .rules import Plan, Side, export_plan
 from .rules import plan as make_plan
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from .rules import Family
     from .verify import Certificate
 
 Source = str | os.PathLike[str]
 # True: a bar on stderr. False: silence. A function: called with bytes done and bytes in all.
 Progress = bool | Callable[[int, int], None]
+# What our config.json holds as well.
+GENERATION_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 # Room for config.json, code and the index beside what is counted byte by byte.
 SMALL_FILES = 2**20
 
@@ -131,6 +135,9 @@ def convert(
         for file in code_files():
             shutil.copyfile(file, folder / file.name)
         config.save_pretrained(folder)
+        generation = generation_config(checkpoint)
+        if generation is not None and not (folder / GENERATION_CONFIG).is_file():
+            write_json(folder / GENERATION_CONFIG, generation.to_diff_dict())
 
     report = carry(
         checkpoint,
@@ -225,8 +232,6 @@ def load(
         The `LlmArchModel`, `LlmArchForCausalLM`, … that the source's class is here, in evaluation mode and with the
         source's generation config.
     """
-    from transformers import GenerationConfig
-
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
     config = plan.config
@@ -239,9 +244,24 @@ def load(
         device_map=device_map,
         **kwargs,
     )
-    if model.can_generate() and (checkpoint.path / GENERATION_CONFIG).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    generation = generation_config(checkpoint)
+    if model.can_generate() and generation is not None:
+        model.generation_config = generation
     return model
+
+
+def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """What a checkpoint says of generation: in a file of its own, or among the fields of an old config.json. None:
+    nothing."""
+    from transformers import GenerationConfig
+
+    if (checkpoint.path / GENERATION_CONFIG).is_file():
+        return GenerationConfig.from_pretrained(checkpoint.path)
+    usual = {**GenerationConfig._get_default_generation_params(), **dict.fromkeys(GENERATION_TOKENS)}
+    said = {name: value for name, value in checkpoint.config.items() if name in usual and value != usual[name]}
+    if not said.keys() - {"use_cache", *GENERATION_TOKENS}:
+        return None
+    return GenerationConfig(**said)
 
 
 def model_class(plan: Plan) -> Any:
@@ -254,6 +274,14 @@ def open_foreign(source: Source, revision: str | None, allow_pickle: bool) -> Ch
     if checkpoint.config.get("model_type") == LlmArchConfig.model_type:
         raise ConversionError(f"{source} is an llmarch model already: open it with from_pretrained, or `export` it.")
     return checkpoint
+
+
+def config_of(source: Source, *, revision: str | None = None, allow_pickle: bool = False) -> LlmArchConfig:
+    """The config of a folder of ours, or the one that a foreign checkpoint would have here. Reads no tensor."""
+    checkpoint = open_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
+    if checkpoint.config.get("model_type") == LlmArchConfig.model_type:
+        return LlmArchConfig.from_dict(checkpoint.config)
+    return make_plan(checkpoint.config, checkpoint.shapes).config
 
 
 def plan_of_ours(checkpoint: Checkpoint, family: Family | str | None = None) -> Plan:

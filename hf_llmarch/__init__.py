@@ -4,6 +4,7 @@ Importing the package registers its classes with transformers' Auto classes.
 """
 
 import transformers
+from transformers.models.auto import modeling_auto
 
 from .configuration_llmarch import AUTO_MAP, LlmArchConfig
 from .modeling_llmarch import (
@@ -30,6 +31,8 @@ def _register() -> None:
         ours.register_for_auto_class(auto_name)
         auto_class = getattr(transformers, auto_name)
         auto_class.register(*((ours.model_type,) if ours is LlmArchConfig else (LlmArchConfig,)), ours, exist_ok=True)
+    # By this table Trainer knows for which heads label smoothing has to shift the labels.
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LlmArchConfig.model_type] = LlmArchForCausalLM.__name__
 
 
 _register()

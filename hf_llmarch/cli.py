@@ -7,7 +7,6 @@ imported inside the functions, so that `--help` does not wait for it.
 
 import contextlib
 import errno
-import inspect
 import json as json_format
 import sys
 import traceback
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from importlib import import_module
+from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from hf_llmarch.balance import ExpertLoad
     from hf_llmarch.conversion.convert import Report
     from hf_llmarch.conversion.verify import Certificate
 
@@ -76,15 +77,15 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 COMMON = (
-    inspect.Parameter(
+    Parameter(
         "json",
-        inspect.Parameter.KEYWORD_ONLY,
+        Parameter.KEYWORD_ONLY,
         default=False,
         annotation=Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else to stdout.")],
     ),
-    inspect.Parameter(
+    Parameter(
         "debug",
-        inspect.Parameter.KEYWORD_ONLY,
+        Parameter.KEYWORD_ONLY,
         default=False,
         annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
     ),
@@ -113,12 +114,12 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
             Console().print(answer.view)
         raise typer.Exit(answer.code)
 
-    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(function).parameters.values()]
-    signature = inspect.Signature([*parameters, *COMMON])
+    parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in signature(function).parameters.values()]
+    whole = Signature([*parameters, *COMMON])
     # typer reads the options from the signature, and their types from the annotations.
-    vars(run).update(__signature__=signature)
-    run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    run.__doc__ = inspect.getdoc(function)
+    vars(run).update(__signature__=whole)
+    run.__annotations__ = {p.name: p.annotation for p in whole.parameters.values()}
+    run.__doc__ = getdoc(function)
     app.command(function.__name__)(run)
     return function
 
@@ -205,7 +206,7 @@ def switch_rows() -> list[dict[str, Any]]:
             "doc": fields[name].metadata["doc"],
         }
         # dataclasses collect their bases from the last to the first; the bases themselves stand in reading order.
-        for mixin in LlmArchConfig.__bases__
+        for mixin in reversed(LlmArchConfig.__bases__)
         for name in vars(mixin).get("__annotations__", {})
         if name in fields
     ]
@@ -267,6 +268,54 @@ def switches(
     return Answer({"switches": rows}, Group(*tables))
 
 
+# ---- inspect
+
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
+
+
+@command
+def inspect(
+    source: Annotated[str, typer.Argument(help="An llmarch folder or Hub id, or a checkpoint of any family.")],
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the text; default: the model's longest.")] = None,
+    text: Annotated[str | None, typer.Option(help="Run this text, and show how it spreads over the experts.")] = None,
+    revision: Revision = None,
+) -> Answer:
+    """What each layer sees: its attention, its positions, how far back the last token reads; the load of experts."""
+    from dataclasses import asdict
+
+    from hf_llmarch.analysis import receptive_field
+    from hf_llmarch.conversion.convert import config_of
+
+    config = config_of(source, revision=revision)
+    layers = receptive_field(config, length)
+    table = Table(title=f"The last of {length or config.max_position_embeddings:,} tokens", box=box.SIMPLE_HEAD)
+    for column in ("layer", "attention", "heads", "positions", "reads", "reaches", "feed-forward"):
+        table.add_column(column)
+    sparse = config.mlp_layer_types or ["dense"] * config.num_hidden_layers
+    for layer in layers:
+        own = config.layer(layer.layer)
+        heads = f"{own.attention_kind} {own.num_attention_heads}/{own.num_key_value_heads}"
+        reads, reaches = f"{layer.direct:,}", f"{layer.reach:,}"
+        table.add_row(str(layer.layer), layer.kind, heads, layer.positions, reads, reaches, sparse[layer.layer])
+    views: list[RenderableType] = [table]
+    data: dict[str, Any] = {"layers": [asdict(layer) for layer in layers]}
+    if text is not None:
+        loads = expert_loads(source, text, revision)
+        views.append(facts("Experts", {load.name: str(load).partition(": ")[2] for load in loads}))
+        data["experts"] = [{**asdict(load), "entropy": load.entropy, "busiest": load.busiest} for load in loads]
+    return Answer(data, Group(*views))
+
+
+def expert_loads(source: str, text: str, revision: str | None) -> "list[ExpertLoad]":
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_llmarch.balance import expert_load
+
+    tokens = AutoTokenizer.from_pretrained(source, revision=revision)(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(source, revision=revision)
+    return expert_load(model, input_ids=tokens.input_ids)
+
+
 # ---- convert, export, verify
 
 Family = Annotated[str | None, typer.Option(help="The family's `model_type`; default: what the source says.")]
@@ -274,7 +323,6 @@ DType = Annotated[
     str | None, typer.Option(help="Cast to `float32`, `bfloat16` or `float16`; default: keep every byte.")
 ]
 ShardSize = Annotated[str, typer.Option(help="Largest weight file, in bytes or like `5GB`.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a destination that holds a model.")]
 Pickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read `pytorch_model*.bin` where there is no safetensors.")

@@ -293,7 +293,9 @@ class BlockSwitches:
     )
     residual_scale: Number = switch(1.0, "Factor on each branch before it joins the residual stream (Granite).")
     hidden_dropout: Number = switch(0.0, "Dropout on each branch's output, in training.")
+    ffn_dropout: Number = switch(0.0, "Dropout inside dense feed-forwards, before the last projection, in training.")
     embedding_dropout: Number = switch(0.0, "Dropout on the embedding, in training.")
+    final_dropout: Number = switch(0.0, "Dropout after the final norm, in training (T5).")
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -343,17 +345,18 @@ class TrainingSwitches:
     )
 
 
+# Dataclasses collect the fields of the last base first: in this order they stand as a reader meets them.
 @strict
 class LlmArchConfig(
-    SizeSwitches,
-    AttentionSwitches,
-    PositionSwitches,
-    FeedForwardSwitches,
-    ExpertSwitches,
-    NormSwitches,
-    BlockSwitches,
-    EndSwitches,
     TrainingSwitches,
+    EndSwitches,
+    BlockSwitches,
+    NormSwitches,
+    ExpertSwitches,
+    FeedForwardSwitches,
+    PositionSwitches,
+    AttentionSwitches,
+    SizeSwitches,
     PreTrainedConfig,
 ):
     """Configuration of every hf_llmarch model. Fields: see the mixins above, or `LlmArchConfig.switches()`.
@@ -425,8 +428,11 @@ class LlmArchConfig(
         """The encoder's own config: this one, as an encoder, with what `source_stack` says."""
         values = {f.name: getattr(self, f.name) for f in self.switches()}
         overrides = dict(self.source_stack or {})
+        # What follows from a field that differs is derived anew.
         if "num_hidden_layers" in overrides:
             values |= {"layer_types": None, "mlp_layer_types": None}
+        if "num_attention_heads" in overrides:
+            values |= {"num_key_value_heads": None, "head_dim": None}
         values |= {
             "topology": "encoder",
             "source_stack": None,
@@ -829,7 +835,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
 MODEL_WIDE = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
     *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
-    *("final_norm", "embedding_norm", "embedding_dropout", "mla_cache", "source_stack", "share_source_embeddings"),
+    *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "source_stack", "share_source_embeddings"),
     *("layer_groups", "first_attention_norm"),
 }
 

@@ -51,7 +51,7 @@ def main(model: str | None = None) -> int:
     console.print(certificate_view(certificate))
     console.print(facts("Exported back", {"result": f"differs in {', '.join(apart)}" if apart else exact}))
 
-    (architecture,) = LlmArchConfig.from_pretrained(destination).architectures or ()
+    architecture = (LlmArchConfig.from_pretrained(destination).architectures or ["LlmArchForCausalLM"])[0]
     llm = getattr(hf_llmarch, architecture).from_pretrained(destination)
     console.print(facts("The model in numbers", numbers(llm, record.report)))
     answer = ask(llm, destination) if isinstance(llm, LlmArchForCausalLM) else ""

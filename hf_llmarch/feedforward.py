@@ -10,6 +10,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .configuration_llmarch import FFNType, LlmArchConfig
+from .embeddings import chain, dropout
 
 
 class Swish(nn.Module):
@@ -69,9 +70,10 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
         self.down_proj = nn.Linear(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
+        self.inner_dropout = chain(dropout(config.ffn_dropout))
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(self.inner_dropout(self.act_fn(self.up_proj(x))))
 
 
 class GLU(MLP):
@@ -83,7 +85,7 @@ class GLU(MLP):
         self.gate = gate(config)
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down_proj(self.gate(self.act_fn, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.inner_dropout(self.gate(self.act_fn, self.gate_proj(x), self.up_proj(x))))
 
 
 FEED_FORWARDS: dict[FFNType, type[MLP]] = {"mlp": MLP, "glu": GLU}

@@ -118,6 +118,10 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         if isinstance(attn_implementation, str):
             refuse_backend(self.config, attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
+        # An encoder has a config of its own, which releases before 5.24 do not reach.
+        for module in self.modules():
+            if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
+                module.config._attn_implementation = self.config._attn_implementation
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -150,6 +154,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
         self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
         self.norm = chain(norm(config) if config.final_norm else None)
+        self.final_dropout = chain(dropout(config.final_dropout))
         self.pooler = Pooler(config) if config.pooler else None
         self.without_position = set(config.nope_layers or ())
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
@@ -244,7 +249,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 **({} if i in self.without_position else state.get(i, state.get(kind, {}))),
                 **kwargs,
             )
-        return self.output(self.norm(x), past, encoded)
+        return self.output(self.final_dropout(self.norm(x)), past, encoded)
 
     def new_cache(self) -> Cache:
         own = DynamicCache(config=self.config)

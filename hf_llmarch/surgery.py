@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from .compat import code_files
 from .configuration_llmarch import ExpertsLayout, LlmArchConfig
@@ -22,6 +21,7 @@ from .conversion.convert import SMALL_FILES
 from .conversion.errors import ConversionError, some
 from .conversion.rules import Shape
 from .experts import EXPERT_LAYOUTS, SparseFeedForward
+from .modeling_llmarch import LlmArchPreTrainedModel
 
 if TYPE_CHECKING:
     from .modeling_llmarch import LlmArchPreTrainedModel
@@ -173,7 +173,7 @@ def with_experts_layout(model: Model, layout: ExpertsLayout) -> Model:
     memo: dict[int, object] = {id(model.config): config}
     memo |= {id(part.experts): nn.Identity() for part in sparse.values()}
     changed = copy.deepcopy(model, memo)
-    stacks = {name: part for name, part in changed.named_modules() if isinstance(part, PreTrainedModel)}
+    stacks = {name: part for name, part in changed.named_modules() if isinstance(part, LlmArchPreTrainedModel)}
     for name, part in sparse.items():
         stack = stacks[max((stack for stack in stacks if name.startswith(stack)), key=len)]
         stack.config.experts_layout = layout  # an encoder-decoder's stacks have configs of their own

@@ -195,13 +195,16 @@ def test_a_cropped_cache_continues_from_where_it_was_cut(switches: dict[str, Any
     for layer in cache.layers:
         # A sliding layer keeps what it would drop only when told that a crop will follow.
         getattr(layer, "activate_past_recording", lambda: None)()
+    whole = model(ids, use_cache=False).logits
+    # Each forward is followed by a crop, of nothing where all candidates were right.
     decode(model, ids[:, :12], cache, (12,))
     cache.crop(0)
     decode(model, text(seed=7)[:, :4], cache, (4,))
     cache.crop(-4)
     assert cache.get_seq_length() == 12
-    tail = decode(model, ids[:, 12:], cache, (1, 10))
-    assert_close(tail, model(ids, use_cache=False).logits[:, 12:], "cache")
+    assert_close(decode(model, ids[:, 12:13], cache, (1,)), whole[:, 12:13], "cache")
+    cache.crop(0)
+    assert_close(decode(model, ids[:, 13:], cache, (10,)), whole[:, 13:], "cache")
 
 
 def packed() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

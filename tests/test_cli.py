@@ -286,3 +286,19 @@ def test_as_a_module() -> None:
         [sys.executable, "-m", "hf_llmarch", "--help"], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     assert all(name in help_text for name in ("convert", "export", "verify", "families", "switches", "Exit codes"))
+
+
+def test_inspect(tmp_path: Path) -> None:
+    from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"]
+    config = LlmArchConfig(
+        vocab_size=99, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=10, intermediate_size=34, sliding_window=4, layer_types=kinds, nope_layers=[1],
+    )  # fmt: skip
+    LlmArchForCausalLM(config).save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "model"), "--length", "9", "--json"])
+    assert result.exit_code == 0, result.output
+    sliding, full = json.loads(result.stdout)["layers"]
+    assert (sliding["kind"], sliding["direct"], sliding["reach"]) == ("sliding_attention", 4, 4)
+    assert (full["kind"], full["positions"], full["direct"], full["reach"]) == ("full_attention", "none", 9, 9)

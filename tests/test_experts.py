@@ -24,7 +24,6 @@ from hf_llmarch.experts import (
     LinearExperts,
     PackedExperts,
     SparseFeedForward,
-    expert_capacity_factor,
     slots,
 )
 from tiny import assert_close, differs, redraw, text, tiny_config, tiny_model
@@ -462,13 +461,15 @@ def test_slots_are_exact(factor: str) -> None:
         assert slots(real, experts, picks, float(factor)).tolist() == expected
 
 
-def test_an_absolute_capacity_is_a_factor() -> None:
-    for length in (7, 100, 512):
-        for experts, picks in ((3, 1), (8, 2), (128, 1)):
-            real = torch.ones(1, length, dtype=torch.bool)
-            for capacity in (1, 5, 64, length):
-                factor = expert_capacity_factor(capacity, length, experts, picks)
-                assert slots(real, experts, picks, factor).item() == capacity, (length, experts, picks)
+@pytest.mark.parametrize("overflow", get_args(Overflow))
+def test_an_absolute_capacity_is_of_each_row(overflow: str) -> None:
+    """As Switch states it, whatever the row's length; here what a factor gives rows of 7 tokens."""
+    x = tokens(3)
+    fixed = layer(expert_capacity=2, overflow=overflow)
+    assert_close(fixed(x), layer(capacity_factor=0.6, overflow=overflow)(x), "double")
+    module, loop = layer(expert_capacity=3, overflow=overflow), Loop(fixed, overflow=overflow, capacity_factor=1.0)
+    loop.room = lambda real: 3  # type: ignore[method-assign]
+    assert_close(module(x, REAL), loop.within_capacity(x, REAL), "double")
 
 
 # -- experts ---------------------------------------------------------------------------------------------------------

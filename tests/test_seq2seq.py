@@ -36,7 +36,7 @@ from transformers import (
 from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
 from hf_llmarch import LlmArchConfig, LlmArchForConditionalGeneration
-from hf_llmarch.conversion.convert import convert
+from hf_llmarch.conversion.convert import convert, load
 from hf_llmarch.conversion.errors import CheckpointError, NotExpressible, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.rules import Plan, export_plan, plan
@@ -376,6 +376,25 @@ def test_configs_of_old_releases(family: str, flags: tuple[bool, ...]) -> None:
     for name, value in zip(FLAGS, flags, strict=True):
         with pytest.raises(UnsupportedField, match=name):
             plan({**config, name: not value}, [])
+
+
+def test_generation_settings_in_an_old_config_are_kept(tmp_path: Path) -> None:
+    """facebook/bart-large-cnn's beams and lengths are in its config.json."""
+    native_model({"model_type": "bart", **BART}).save_pretrained(tmp_path / "native")
+    (tmp_path / "native" / "generation_config.json").unlink()
+    config = {"model_type": "bart", **BART, **OLD, "forced_bos_token_id": 0, "max_length": 12}
+    (tmp_path / "native" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    native, ours = (AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder) for folder in ("native", "ours"))
+    for model in (ours, load(tmp_path / "native")):
+        said = model.generation_config.to_diff_dict()
+        expected = native.generation_config.to_diff_dict()
+        for name in ("num_beams", "max_length", "length_penalty", "no_repeat_ngram_size", "early_stopping"):
+            assert said[name] == expected[name] == config[name], name
+        for name in ("forced_bos_token_id", "forced_eos_token_id", "decoder_start_token_id", "eos_token_id"):
+            assert said[name] == expected[name] == config[name], name
+    source = random_ids(2, SOURCE_LENGTH)
+    assert ours.generate(source).tolist() == native.generate(source).tolist()
 
 
 def test_marian_drops_its_table_of_sinusoids() -> None:

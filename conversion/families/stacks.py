@@ -87,6 +87,7 @@ def bart_config(*sizes: tuple[str, str, str], pre_norm: bool) -> list[Entry]:
         Field("activation_function", "hidden_act"),
         Field("dropout", "hidden_dropout", "embedding_dropout"),
         Field("attention_dropout"),
+        Field("activation_dropout", "ffn_dropout"),
         Const("topology", "encoder-decoder"),
         *LAYER_NORM_MLP,
         Const("norm_eps", 1e-5),
@@ -113,9 +114,9 @@ SINUSOIDS: list[Entry] = [
 EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", True), always("normalize_embedding", True)]
 NO_EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", False), always("normalize_embedding", False)]
 
-# Layers and activations left out at random act in training alone; of the others, no release since 4.0 reads any.
+# Layers left out at random are so in training alone; of the others, no release since 4.0 reads any.
 BART_INERT = (
-    *("activation_dropout", "classif_dropout", "decoder_layerdrop", "encoder_layerdrop"),
+    *("classif_dropout", "decoder_layerdrop", "encoder_layerdrop"),
     *("_num_labels", "add_bias_logits", "extra_pos_embeddings", "force_bos_token_to_be_generated", "output_past"),
     *("forced_bos_token_id", "forced_eos_token_id", "prefix", "save_step", "num_hidden_layers"),
 )

@@ -13,6 +13,10 @@ from .stacks import SEQ2SEQ_LM, STACKS, stacks
 _T5_TOKENS = [entry for entry in TOKENS if not {"initializer_range", "tie_word_embeddings"} & set(entry.theirs)]
 
 
+# One rate of theirs for every place.
+DROPOUTS = tuple(f"{place}_dropout" for place in ("hidden", "embedding", "attention", "ffn", "final"))
+
+
 def t5_config() -> list[Entry]:
     return [
         *_T5_TOKENS,
@@ -23,7 +27,7 @@ def t5_config() -> list[Entry]:
         Field("num_heads", "num_attention_heads"),
         stacks(("num_hidden_layers", "num_layers", "num_decoder_layers")),
         Field("layer_norm_epsilon", "norm_eps"),
-        Field("dropout_rate", "hidden_dropout", "embedding_dropout", "attention_dropout"),
+        Field("dropout_rate", *DROPOUTS),
         Field("relative_attention_num_buckets"),
         Field("relative_attention_max_distance"),
         Const("topology", "encoder-decoder"),
