@@ -233,14 +233,15 @@ def their_values(family: Family, config: LlmArchConfig) -> Values:
 # Switches of the heads, and which classes read them.
 _VOCABULARY = {"lm_head_bias", "lm_head_transform", "head_act", "head_bias", "logit_scale", "final_logit_softcapping"}
 _CLASSIFIER = {"classifier_dense", "classifier_act", "classifier_norm", "classifier_bias", "classifier_pooling"}
+_TOKEN_HEAD = {"token_head_dense", "classifier_act", "classifier_norm", "head_bias"}
 HEAD_SWITCHES: dict[str, set[str]] = {
     "LlmArchModel": set(),
     "LlmArchForCausalLM": _VOCABULARY,
     "LlmArchForConditionalGeneration": _VOCABULARY,
     "LlmArchForMaskedLM": _VOCABULARY,
     "LlmArchForSequenceClassification": {*_CLASSIFIER, "head_bias"},
-    "LlmArchForTokenClassification": {"classifier_bias"},
-    "LlmArchForQuestionAnswering": set(),
+    "LlmArchForTokenClassification": {"classifier_bias", *_TOKEN_HEAD},
+    "LlmArchForQuestionAnswering": _TOKEN_HEAD,
 }
 
 
@@ -248,7 +249,7 @@ def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> 
     """Switches in which two configs of a class disagree, by meaning: values that follow from others are written out
     first, and those of other classes' heads are left out."""
     a, b = meaning(ours), meaning(back)
-    unread = (_VOCABULARY | _CLASSIFIER) - HEAD_SWITCHES[architecture]
+    unread = (_VOCABULARY | _CLASSIFIER | _TOKEN_HEAD) - HEAD_SWITCHES[architecture]
     return {name: (a[name], b.get(name)) for name in a if name not in unread and a[name] != b.get(name)}
 
 

@@ -310,13 +310,16 @@ class EndSwitches:
     tie_word_embeddings: bool = switch(False, "The output head is the embedding's transpose (arXiv 1608.05859).")
     lm_head_bias: bool = switch(False, "Bias on the output head.")
     lm_head_transform: bool = switch(False, "Dense, activation and norm before the output head (BERT).")
-    head_act: str | None = switch(None, "Activation of that transform and of the classifier's. None: `hidden_act`.")
+    head_act: str | None = switch(None, "Activation of that transform. None: `hidden_act`.")
     head_bias: bool = switch(True, "Biases of those two dense layers.")
     pooler: bool = switch(False, "Encoder: a dense layer with tanh on the first token (BERT).")
     classifier_pooling: ClassifierPooling = switch(
         "last", "What a sequence classifier reads: the last real token, the first, their mean, or the pooler's output."
     )
     classifier_dense: bool = switch(False, "A dense layer with `classifier_act` before the classifier (RoBERTa).")
+    token_head_dense: bool = switch(
+        False, "That dense layer, activation and norm before the heads that read every token as well (ModernBERT)."
+    )
     classifier_act: str = switch("tanh", "Activation of the classifier's dense layer.")
     classifier_norm: bool = switch(False, "A norm after it (ModernBERT).")
     classifier_bias: bool = switch(False, "Bias of the task heads' last layer.")
@@ -821,6 +824,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "wrap_decoder_start": equals("topology", "encoder-decoder"),
     "share_source_embeddings": equals("topology", "encoder-decoder"),
     "pooler": equals("topology", "encoder"),
+    "token_head_dense": equals("classifier_dense", True),
     "first_attention_norm": equals("norm_placement", "pre", "sandwich"),
     "positions_skip_padding": equals("position_encoding", "learned", "sinusoidal"),
     "relative_attention_shared": equals("position_encoding", "relative_bias"),
@@ -835,8 +839,8 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
 MODEL_WIDE = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
     *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
-    *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "source_stack", "share_source_embeddings"),
-    *("layer_groups", "first_attention_norm"),
+    *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "first_attention_norm"),
+    *("layer_groups", "source_stack", "share_source_embeddings"),
 }
 
 

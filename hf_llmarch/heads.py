@@ -8,7 +8,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
-from .embeddings import Scale, SoftCap, chain, dropout
+from .embeddings import Scale, SoftCap, chain
 from .norms import norm
 
 
@@ -58,8 +58,8 @@ def logits_transform(config: LlmArchConfig) -> nn.Module:
     )
 
 
-def classifier_transform(config: LlmArchConfig) -> nn.Module:
-    return chain(ClassifierTransform(config) if config.classifier_dense else None, dropout(config.classifier_dropout))
+def classifier_transform(config: LlmArchConfig, wanted: bool) -> nn.Module:
+    return chain(ClassifierTransform(config) if wanted else None)
 
 
 def output_head(config: LlmArchConfig) -> nn.Linear:

@@ -598,7 +598,8 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = LlmArchModel(config)
         self.pool = POOLINGS[config.classifier_pooling]
-        self.head = classifier_transform(config)
+        self.head = classifier_transform(config, config.classifier_dense)
+        self.dropout = chain(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
@@ -632,7 +633,7 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
         )
         x = outputs.last_hidden_state
         real = self.real(x, input_ids, attention_mask)
-        logits = self.score(self.head(self.pool(x, outputs.get("pooler_output"), real)))
+        logits = self.score(self.dropout(self.head(self.pool(x, outputs.get("pooler_output"), real))))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
@@ -661,6 +662,7 @@ class LlmArchForTokenClassification(LlmArchPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LlmArchModel(config)
+        self.head = classifier_transform(config, config.token_head_dense)
         self.dropout = chain(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
@@ -687,7 +689,7 @@ class LlmArchForTokenClassification(LlmArchPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.score(self.dropout(outputs.last_hidden_state))
+        logits = self.score(self.dropout(self.head(outputs.last_hidden_state)))
         loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
@@ -700,6 +702,7 @@ class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.model = LlmArchModel(config)
+        self.head = classifier_transform(config, config.token_head_dense)
         self.dropout = chain(dropout(config.classifier_dropout))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
@@ -727,7 +730,7 @@ class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
             use_cache=use_cache,
             **kwargs,
         )
-        start, end = self.qa_outputs(self.dropout(outputs.last_hidden_state)).unbind(-1)
+        start, end = self.qa_outputs(self.dropout(self.head(outputs.last_hidden_state))).unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)

@@ -37,32 +37,36 @@ def splits_by_heads(layer: LlmArchConfig) -> bool:
 
 def feed_forward_plan(config: LlmArchConfig) -> dict[str, str]:
     plan: dict[str, str] = {}
-    names = [name for name in COLUMNS_THEN_ROWS if config.ffn_type == "glu" or name != "gate_proj"]
-    kinds = set(config.mlp_layer_types or ["dense"])
-    if "dense" in kinds:
-        plan |= {f"layers.*.mlp.{name}": COLUMNS_THEN_ROWS[name] for name in names}
-    if "sparse" not in kinds:
+    for i, kind in enumerate(config.mlp_layer_types or ["dense"] * config.num_hidden_layers):
+        layer = config.layer(i)
+        names = [name for name in COLUMNS_THEN_ROWS if layer.ffn_type == "glu" or name != "gate_proj"]
+        plan |= sparse_plan(layer, names) if kind == "sparse" else cut("layers.*.mlp", names)
+    return plan
+
+
+def cut(module: str, names: list[str]) -> dict[str, str]:
+    return {f"{module}.{name}": COLUMNS_THEN_ROWS[name] for name in names}
+
+
+def sparse_plan(layer: LlmArchConfig, names: list[str]) -> dict[str, str]:
+    plan = cut("layers.*.mlp.shared_experts", names) if layer.shared_width else {}
+    if layer.experts_layout == "linear":
+        return plan | cut("layers.*.mlp.experts.*", names)
+    if layer.ffn_bias:  # the packed bias of `down_proj` would be added once a device
         return plan
-    if config.shared_width:
-        plan |= {f"layers.*.mlp.shared_experts.{name}": COLUMNS_THEN_ROWS[name] for name in names}
-    if config.experts_layout == "linear":
-        return plan | {f"layers.*.mlp.experts.*.{name}": COLUMNS_THEN_ROWS[name] for name in names}
-    if config.ffn_bias:  # the packed bias of `down_proj` would be added once a device
-        return plan
-    up = {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}
-    return plan | {
-        **(up if config.ffn_type == "glu" else {"layers.*.mlp.experts.up_proj": "colwise"}),
-        "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-    }
+    up = {"gate_up_proj": "packed_colwise"} if layer.ffn_type == "glu" else {"up_proj": "colwise"}
+    experts = {f"layers.*.mlp.experts.{name}": style for name, style in {**up, "down_proj": "rowwise"}.items()}
+    return plan | experts | {"layers.*.mlp.experts": "moe_tp_experts"}
 
 
 def expert_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
     """Whole experts on different devices: of packed experts only, which are cut along their first dimension."""
-    if "sparse" not in (config.mlp_layer_types or ()) or config.experts_layout != "packed":
+    layers = config.layer_configs()
+    packed = all(layer.experts_layout == "packed" for layer in layers)
+    if "sparse" not in (config.mlp_layer_types or ()) or not packed:
         return {}
-    up = "gate_up_proj" if config.ffn_type == "glu" else "up_proj"
-    names = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if config.ffn_bias else [])]
+    up = "gate_up_proj" if layers[0].ffn_type == "glu" else "up_proj"
+    names = [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if layers[0].ffn_bias else [])]
     plan = {f"layers.*.mlp.experts.{name}": "grouped_gemm" for name in names}
     if EP_DISPATCHES:
         return {**plan, "layers.*.mlp.experts": "ep_dispatch_experts"}

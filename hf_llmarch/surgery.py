@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,7 @@ from .conversion.rules import Shape
 from .experts import EXPERT_LAYOUTS, SparseFeedForward
 from .modeling_llmarch import LlmArchPreTrainedModel
 
-if TYPE_CHECKING:
-    from .modeling_llmarch import LlmArchPreTrainedModel
-
-Model = TypeVar("Model", bound="LlmArchPreTrainedModel")
+Model = TypeVar("Model", bound=LlmArchPreTrainedModel)
 
 # A packed tensor `(E, rows, …)` of all experts, and the tensors of one expert's Linears that its rows are, in order.
 PACKED: Mapping[str, tuple[str, ...]] = {

@@ -184,13 +184,7 @@ def bert_weights(model: str) -> list[Rule]:
 
 def classifier_dense(theirs: str) -> list[Rule]:
     """The dense layer before a sequence classifier."""
-    # The second is its name where a dropout follows it.
-    return [rule for ours in ("head.dense", "head.0.dense") for rule in both(theirs, ours)]
-
-
-def classifier_norm(theirs: str) -> list[Rule]:
-    """The norm after it."""
-    return [rule for ours in ("head.norm", "head.0.norm") for rule in both(theirs, ours)]
+    return both(theirs, "head.dense")
 
 
 def head(dense: str, norm: str, decoder: str) -> list[Rule]:

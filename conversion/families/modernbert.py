@@ -8,10 +8,12 @@ from ..ops import both, halves, qkv_rows
 from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import ATTENTION_BIAS, LAYER, QKV, TOKENS
-from .encoders import INERT, MASKED_LM, MODEL, SEQUENCE, classes, classifier_dense, classifier_norm, head, of_task
+from .encoders import INERT, classes, classifier_dense, head, of_task
 from .experts import always
 
 BLOCK = "model.layers.{i}"
+# The dense layer and the norm stand before every task's last layer; and what that is called here.
+TASKS = {"SequenceClassification": "score", "TokenClassification": "score", "QuestionAnswering": "qa_outputs"}
 POOLINGS = {"cls": "first", "mean": "mean"}
 _THEIR_POOLINGS = {ours: theirs for theirs, ours in POOLINGS.items()}
 # The bases have a name each in the first releases.
@@ -76,7 +78,13 @@ FAMILY = Family(
         ),
         *[
             Const(name, True)
-            for name in ("lm_head_transform", "classifier_dense", "classifier_norm", "classifier_bias")
+            for name in (
+                "lm_head_transform",
+                "classifier_dense",
+                "token_head_dense",
+                "classifier_norm",
+                "classifier_bias",
+            )
         ],
     ],
     weights=[
@@ -90,14 +98,11 @@ FAMILY = Family(
         *both(f"{BLOCK}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *both("model.final_norm", "model.norm"),
         *head("head.dense", "head.norm", "decoder"),
-        *of_task("SequenceClassification", [*classifier_dense("head.dense"), *classifier_norm("head.norm")]),
-        *both("classifier", "score"),
+        *[rule for name in TASKS for rule in of_task(name, [*classifier_dense("head.dense"), *both("head.norm")])],
+        *[rule for name, last in TASKS.items() for rule in of_task(name, both("classifier", last))],
     ],
     spellings=({}, {"model.": ""}),
-    # Their token classifier and question answerer have the dense layer and norm as well, which ours lack.
-    architectures={
-        name: theirs for name, theirs in classes("ModernBert").items() if name in (MASKED_LM, MODEL, SEQUENCE)
-    },
+    architectures=classes("ModernBert"),
     inert=(
         *INERT,
         # Of fresh weights, of kernels, and of memory spent in training.
