@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import initialization as init
 
+from .buffers import Fp32Buffers
 from .compat import EXPERTS, linear
 from .configuration_llmarch import LlmArchConfig
 from .feedforward import FEED_FORWARDS, activation, gate
@@ -33,7 +34,7 @@ GROUP_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Router(nn.Module):
+class Router(Fp32Buffers):
     """Tokens pick experts: the K best of their scores, arXiv 1701.06538.
 
     With groups, only the experts of a token's `topk_group` best groups can be picked (DeepSeek-V2, arXiv 2405.04434

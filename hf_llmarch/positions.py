@@ -15,6 +15,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 
+from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig, PositionEncoding
 
 # What `prepare` returns: for each layer type, or layer index, the keyword arguments its layers get.
@@ -24,7 +25,7 @@ PADDING = "padding"
 Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Positions(nn.Module):
+class Positions(Fp32Buffers):
     """No position encoding: what there is of order comes from the causal mask."""
 
     def __init__(self, config: LlmArchConfig):
@@ -173,7 +174,7 @@ ROPE_FREQUENCIES: dict[str, Callable[..., tuple[torch.Tensor, float]]] = {
 }
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Fp32Buffers):
     """cos and sin of position times frequency, for one set of RoPE parameters; angles in fp32."""
 
     inv_freq: torch.Tensor
