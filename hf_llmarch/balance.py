@@ -93,7 +93,8 @@ class LoadCounter:
         def after(router: Router, args: tuple[Any, ...], routing: tuple[torch.Tensor, ...]) -> None:
             if training_only and not router.training:
                 return
-            picks = routing[2]
+            # Not the picks of the output, which expert parallelism rewrites for its own process.
+            _, picks = router.choose(routing[0].detach())
             counted = torch.ones_like(picks) if real[0] is None else real[0].flatten()[:, None].expand_as(picks).long()
             total = torch.zeros(router.experts, dtype=torch.long, device=picks.device)
             # Stays on the device: no wait for it in the middle of a step.

@@ -244,6 +244,7 @@ UNREAD: dict[str, Any] = {
     "head_bias": False,
     "classifier_act": "relu",
     "classifier_norm": True,
+    "token_head_dense": True,
     "source_stack": {"num_hidden_layers": 2},
     "share_source_embeddings": False,
     "wrap_decoder_start": True,

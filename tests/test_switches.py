@@ -11,7 +11,9 @@ from hf_llmarch import (
     LlmArchConfig,
     LlmArchForCausalLM,
     LlmArchForConditionalGeneration,
+    LlmArchForQuestionAnswering,
     LlmArchForSequenceClassification,
+    LlmArchForTokenClassification,
     LlmArchModel,
 )
 from tiny import (
@@ -307,6 +309,16 @@ def test_classifier_switches(switches: dict[str, Any], against: dict[str, Any]) 
         scores.append(model(text(), attention_mask=torch.ones_like(text())).logits)
     assert scores[0].shape == (2, 3)
     assert differs(*scores)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", [LlmArchForTokenClassification, LlmArchForQuestionAnswering])
+def test_token_heads_have_the_classifiers_dense_layer_where_asked(head: Any) -> None:
+    outputs = []
+    for given in ({}, {"token_head_dense": True}):
+        config = tiny_config(**ENCODER, classifier_dense=True, **given, num_labels=3)
+        outputs.append(redraw(head(config)).eval()(text())[0])
+    assert differs(*outputs)
 
 
 @torch.no_grad()

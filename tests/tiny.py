@@ -398,6 +398,8 @@ SWITCHES: dict[str, list[Variant]] = {
     ],
     "hidden_dropout": values("hidden_dropout", 0.3),
     "embedding_dropout": values("embedding_dropout", 0.3),
+    "final_dropout": values("final_dropout", 0.3),
+    "ffn_dropout": [*values("ffn_dropout", 0.3), *values("ffn_dropout", 0.3, ffn_type="mlp")],
     "embedding_scale": values("embedding_scale", 6.9),
     "embedding_size": values("embedding_size", 20),
     "type_vocab_size": values("type_vocab_size", 2),
@@ -415,7 +417,10 @@ SWITCHES: dict[str, list[Variant]] = {
 }
 
 # Read in training alone, so that is where they must change the output.
-TRAINING_ONLY = {"attention_dropout", "hidden_dropout", "embedding_dropout", "router_jitter_noise"}
+TRAINING_ONLY = {
+    *("attention_dropout", "hidden_dropout", "embedding_dropout", "final_dropout", "ffn_dropout"),
+    "router_jitter_noise",
+}
 
 # The same for switches of an encoder and of an encoder-decoder, which have no cached pieces of their own to compare.
 ENCODER = {"topology": "encoder"}
@@ -453,6 +458,7 @@ EXCEPTIONS: dict[str, str] = {
     "classifier_dense": "read by a sequence classifier: test_switches",
     "classifier_act": "read by a sequence classifier: test_switches",
     "classifier_norm": "read by a sequence classifier: test_switches",
+    "token_head_dense": "read by a token classifier: test_switches",
     "classifier_bias": "read by a sequence classifier: test_switches",
     "classifier_dropout": "read by a sequence classifier: test_switches",
     "positions_skip_padding": "acts where there is padding: test_switches",
