@@ -3,6 +3,9 @@
 Importing the package registers its classes with transformers' Auto classes.
 """
 
+# First, before any name that another release of the host may lack.
+from .host import FOUND  # isort: skip  # noqa: F401
+
 import transformers
 from transformers.models.auto import modeling_auto
 

@@ -68,6 +68,13 @@ def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x[:, :, None].expand(batch, heads, groups, length, width).reshape(batch, heads * groups, length, width)
 
 
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask to add to scores; one of booleans says where to look."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
 def eager_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -94,7 +101,7 @@ def eager_attention(
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
-        scores = scores + attention_mask
+        scores = scores + additive(attention_mask, scores.dtype)
     if s_aux is not None:
         sink = s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)

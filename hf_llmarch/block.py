@@ -10,7 +10,7 @@ from .attention import Attention, CrossAttention
 from .compat import CACHE
 from .configuration_llmarch import AttentionType, LlmArchConfig
 from .embeddings import Scale, chain, dropout
-from .experts import SparseFeedForward
+from .experts import SPARSE_FEED_FORWARDS
 from .feedforward import FEED_FORWARDS
 from .latent_attention import LatentAttention
 from .norms import NORM_SLOTS, NormSlots
@@ -26,7 +26,7 @@ ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
 def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
     layer = config.layer(layer_idx)
     if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
-        return SparseFeedForward(config, layer)
+        return SPARSE_FEED_FORWARDS[layer.router_type](config, layer)
     return FEED_FORWARDS[layer.ffn_type](layer)
 
 
@@ -51,23 +51,40 @@ class Block(GradientCheckpointingLayer):
         """The slots that hold a norm around attention and around the feed-forward."""
         return NORM_SLOTS[layer.norm_placement], NORM_SLOTS[layer.norm_placement]
 
-    def attend(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.residual(self.attn_norm.post(self.self_attn(self.attn_norm.pre(x), **kwargs)[0]))
+    def attend(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        return self.residual(self.attn_norm.post(self.read_self(self.attn_norm.pre(x), position_bias, **kwargs)))
+
+    def read_self(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        # Absent rather than None: attention implementations that know no bias are not asked about one.
+        biased = {} if position_bias is None else {"position_bias": position_bias}
+        return self.self_attn(x, **biased, **kwargs)[0]
 
     def feed(self, x: torch.Tensor, real_tokens: torch.Tensor | None) -> torch.Tensor:
         return self.residual(self.mlp_norm.post(self.mlp(self.mlp_norm.pre(x), real_tokens)))
 
-    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        position_bias: torch.Tensor | None = None,
+        real_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` tells experts what is padding, the rest is attention's."""
-        x = self.attn_norm.out(x + self.attend(x, **kwargs))
+        x = self.attn_norm.out(x + self.attend(x, position_bias, **kwargs))
         return self.mlp_norm.out(x + self.feed(x, real_tokens))
 
 
 class ParallelBlock(Block):
     """Both branches read the same input, each through a norm of its own (GPT-NeoX)."""
 
-    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        return x + self.attend(x, **kwargs) + self.feed(x, real_tokens)
+    def forward(
+        self,
+        x: torch.Tensor,
+        position_bias: torch.Tensor | None = None,
+        real_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return x + self.attend(x, position_bias, **kwargs) + self.feed(x, real_tokens)
 
 
 class SharedNormParallelBlock(Block):
@@ -77,9 +94,16 @@ class SharedNormParallelBlock(Block):
     def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
         return {"pre"}, set()
 
-    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        position_bias: torch.Tensor | None = None,
+        real_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         normed = self.attn_norm.pre(x)
-        return x + self.residual(self.self_attn(normed, **kwargs)[0]) + self.residual(self.mlp(normed, real_tokens))
+        attended = self.read_self(normed, position_bias, **kwargs)
+        return x + self.residual(attended) + self.residual(self.mlp(normed, real_tokens))
 
 
 class CrossBlock(Block):
@@ -98,13 +122,14 @@ class CrossBlock(Block):
     def forward(  # type: ignore[override]
         self,
         x: torch.Tensor,
+        position_bias: torch.Tensor | None,
         encoder_hidden_states: torch.Tensor,
         encoder_attention_mask: torch.Tensor | None = None,
         real_tokens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """`(B, T, C)` and the encoder's `(B, S, C')` -> `(B, T, C)`."""
-        x = self.attn_norm.out(x + self.attend(x, **kwargs))
+        x = self.attn_norm.out(x + self.attend(x, position_bias, **kwargs))
         cache = {name: kwargs[name] for name in (CACHE,) if name in kwargs}
         x = self.cross_norm.out(x + self.read(x, encoder_hidden_states, encoder_attention_mask, **cache))
         return self.mlp_norm.out(x + self.feed(x, real_tokens))

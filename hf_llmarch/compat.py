@@ -1,7 +1,7 @@
-"""What differs between the supported releases of transformers, and the only private names of it that we use.
+"""What differs between the supported releases of transformers."""
 
-This file travels with a pushed model, so a release that the code was not made for is refused here, in one sentence.
-"""
+# First, before any name that another release of the host may lack.
+from .host import FOUND  # isort: skip
 
 import inspect
 from collections.abc import Callable
@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
-from packaging.version import Version
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import (
@@ -22,14 +20,6 @@ from transformers.masking_utils import (
     find_packed_sequence_indices,
     packed_sequence_mask_function,
 )
-
-OLDEST, BEFORE = Version("5.16.1"), Version("6")
-FOUND = Version(transformers.__version__)
-if not OLDEST <= Version(FOUND.base_version) < BEFORE:
-    raise ImportError(
-        f"hf_llmarch supports transformers >={OLDEST},<{BEFORE} and found {FOUND}: install a supported release, "
-        f"for example `pip install 'transformers>={OLDEST},<{BEFORE}'`."
-    )
 
 # 5.24 renamed the cache from `past_key_values` to `cache`, as an argument and as an output's field.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -43,7 +33,7 @@ BIDIRECTIONAL_MASKS = {
 }
 
 # Whether expert parallelism sends tokens to their experts; before, every device routed them all and ran its own.
-EP_DISPATCHES = Version(FOUND.base_version) >= Version("5.19")
+EP_DISPATCHES = FOUND >= (5, 19)
 
 # Experts implementation -> the host's function.
 EXPERTS = ALL_EXPERTS_FUNCTIONS

@@ -7,6 +7,9 @@ the field's own text (`switches()` lists them); which combinations are refused i
 Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
 """
 
+# First, before any name that another release of the host may lack.
+from .host import FOUND  # isort: skip  # noqa: F401
+
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -383,7 +386,8 @@ class LlmArchConfig(
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
         if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+            # Under MLA the host reads it for the rotated width alone.
+            self.head_dim = self.qk_rope_head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         if self.intermediate_size is None:
             self.intermediate_size = derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
         if self.norm_bias is None:
@@ -524,9 +528,19 @@ class LlmArchConfig(
         # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
         if self.rope_parameters is not None:
             self.rope_parameters = _copy_nested(self.rope_parameters)
-        if kwargs.get("rope_scaling") is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ROPE_SPELLINGS or value is not None}
+        if "rope_scaling" in kwargs:
             kwargs["rope_scaling"] = _copy_nested(kwargs["rope_scaling"])
         kwargs = super().convert_rope_params_to_dict(**kwargs)
+        by_type = {kind: (self.rope_parameters or {}).get(kind) for kind in get_args(LayerType)}
+        by_type = {kind: parameters for kind, parameters in by_type.items() if parameters is not None}
+        if by_type:
+            # Before 5.20 the host adds a base beside the layer types, and then takes the whole for flat parameters.
+            base = cast(dict[str, Any], self.rope_parameters).get("rope_theta", self.default_theta)
+            for parameters in by_type.values():
+                parameters.setdefault("rope_theta", base)
+            self.rope_parameters = by_type
+            self.standardize_rope_params()
         for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
             parameters.pop("type", None)  # the older key, which the host copies to rope_type and leaves in place
         return kwargs
@@ -544,6 +558,7 @@ class LlmArchConfig(
         if self.topology == "encoder-decoder":
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
+            refuse_empty(config)
             refuse_unused(config)
             for rule in RULES:
                 if not rule.holds(config):
@@ -597,10 +612,12 @@ class Rule:
     why: str
 
 
-def _rotary_dims_are_even(c: LlmArchConfig) -> bool:
-    return all(
-        int(c.rotary_head_dim * (p.get("partial_rotary_factor") or 1.0)) % 2 == 0 for p in c.rope_by_layer_type.values()
-    )
+def _rotary_dims_fit(c: LlmArchConfig) -> bool:
+    for parameters in c.rope_by_layer_type.values():
+        width = int(c.rotary_head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        if width % 2 or width < (4 if parameters.get("rope_type") in ("ntk", "dynamic") else 2):
+            return False
+    return True
 
 
 def _known_rope_types(c: LlmArchConfig) -> bool:
@@ -660,6 +677,21 @@ RULES: tuple[Rule, ...] = (
         "a chunk size needs chunked_attention layers and they need a chunk size.",
     ),
     Rule(
+        ("sliding_window", "attention_chunk_size"),
+        lambda c: c.attention_chunk_size is None or c.sliding_window in (None, c.attention_chunk_size),
+        "transformers sizes the cache of both kinds of layers by one number: use one kind, or equal sizes.",
+    ),
+    Rule(
+        ("sliding_window",),
+        lambda c: c.sliding_window is None or c.sliding_window >= 2,
+        "transformers' cache keeps sliding_window - 1 keys of the past, and at least one.",
+    ),
+    Rule(
+        ("embedding_size", "tie_word_embeddings", "lm_head_transform"),
+        lambda c: not (c.tie_word_embeddings and c.embedding_size) or c.lm_head_transform,
+        "a head tied to a narrower embedding needs a transform to its width: set lm_head_transform=True.",
+    ),
+    Rule(
         ("rope_parameters", "position_encoding"),
         lambda c: (c.position_encoding == "rope") == bool(c.rope_parameters),
         "rope_parameters belong to position_encoding='rope'.",
@@ -672,17 +704,21 @@ RULES: tuple[Rule, ...] = (
     Rule(("rope_parameters",), _known_rope_types, f"rope_type must be one of {', '.join(get_args(RopeType))}."),
     Rule(
         ("rope_parameters", "head_dim", "qk_rope_head_dim"),
-        _rotary_dims_are_even,
-        "channels are rotated in pairs, so head width times partial_rotary_factor must be even.",
+        _rotary_dims_fit,
+        "channels are rotated in pairs, so head width times partial_rotary_factor must be even, and 4 or more for ntk "
+        "and dynamic, which keep the first frequency and change the last.",
     ),
     Rule(
         ("nope_layers", "num_hidden_layers"),
-        lambda c: all(0 <= i < c.num_hidden_layers for i in c.nope_layers or ()),
-        "nope_layers holds layer indices, from 0 to num_hidden_layers - 1.",
+        lambda c: (
+            all(0 <= i < c.num_hidden_layers for i in c.nope_layers or ())
+            and len(set(c.nope_layers or ())) < c.num_hidden_layers
+        ),
+        "nope_layers holds indices from 0 to num_hidden_layers - 1; all of them would be position_encoding='none'.",
     ),
     Rule(
-        ("position_encoding", "hidden_size"),
-        lambda c: c.position_encoding != "sinusoidal" or c.hidden_size % 2 == 0,
+        ("position_encoding", "hidden_size", "embedding_size"),
+        lambda c: c.position_encoding != "sinusoidal" or (c.embedding_size or c.hidden_size) % 2 == 0,
         "sinusoids come in pairs of sine and cosine, so the width must be even.",
     ),
     Rule(
@@ -820,6 +856,10 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "relative_attention_num_buckets": equals("position_encoding", "relative_bias"),
     "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
     "parallel_norms": equals("parallel_block", True),
+    "head_act": equals("lm_head_transform", True),
+    "head_bias": ("lm_head_transform or classifier_dense", lambda c: c.lm_head_transform or c.classifier_dense),
+    "classifier_act": equals("classifier_dense", True),
+    "classifier_norm": equals("classifier_dense", True),
     "source_stack": equals("topology", "encoder-decoder"),
     "wrap_decoder_start": equals("topology", "encoder-decoder"),
     "share_source_embeddings": equals("topology", "encoder-decoder"),
@@ -848,10 +888,17 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
     """`per_layer_config` may vary what a layer has of its own; positions are prepared once a layer type."""
     if not config.is_heterogeneous:
         return
-    layers = config.layer_configs()
-    wide = MODEL_WIDE | ({"num_attention_heads"} if config.position_encoding in ("alibi", "relative_bias") else set())
-    for name in sorted(wide & config._heterogeneity_spec.per_layer_attributes):
+    overridden = set(config._heterogeneity_spec.per_layer_attributes)
+    for name in sorted(MODEL_WIDE & overridden):
         raise ValueError(f"per_layer_config overrides {name!r}, which the model has once: set it on the config itself.")
+    if "num_attention_heads" in overridden and config.position_encoding in ("alibi", "relative_bias"):
+        raise ValueError(
+            "per_layer_config overrides 'num_attention_heads', but the bias of "
+            f"position_encoding={config.position_encoding!r} has one number of heads: set it on the config itself."
+        )
+    if config.layer_groups is not None:
+        raise ValueError("per_layer_config: layers that share their blocks (layer_groups) cannot differ.")
+    layers = config.layer_configs()
     widths: dict[str, int] = {}
     for i, (kind, layer) in enumerate(zip(config.layer_types, layers, strict=False)):
         if widths.setdefault(kind, layer.rotary_head_dim) != layer.rotary_head_dim:
@@ -859,6 +906,23 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
                 f"per_layer_config[{i}]: head_dim={layer.rotary_head_dim} differs from other {kind} layers'; positions "
                 "are prepared once a layer type, so all layers of a type need one head width."
             )
+
+
+# Sizes and bounds of which there is no zero.
+POSITIVE = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank", *MLA_SIZES),
+    *("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi_bias_max"),
+    *("relative_attention_num_buckets", "ffn_multiple_of", "moe_intermediate_size", "embedding_size"),
+    *("layer_groups", "capacity_factor", "glu_limit"),
+)
+
+
+def refuse_empty(config: LlmArchConfig) -> None:
+    for name in POSITIVE:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value!r} must be greater than 0.")
 
 
 def refuse_unused(config: LlmArchConfig) -> None:
@@ -872,7 +936,7 @@ def refuse_unused(config: LlmArchConfig) -> None:
 
 def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
     """Refuse keywords that look like a misspelt switch; warn about others, which newer versions may know."""
-    names = {f.name for f in fields(config)}
+    names = {f.name for f in fields(config)} | set(ROPE_SPELLINGS)
     generation = GenerationConfig._get_default_generation_params()
     for name in unknown:
         if name in generation or name in HOST_KEYWORDS or name.startswith("_") or hasattr(PreTrainedConfig, name):

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig
 
 
-class ScaledEmbedding(nn.Embedding):
+class ScaledEmbedding(Fp32Buffers, nn.Embedding):
     """Token embedding times a constant that is first rounded to the weight's dtype.
 
     In bf16 Gemma multiplies by 55.5, not by sqrt(3072) = 55.4256.
@@ -16,7 +17,7 @@ class ScaledEmbedding(nn.Embedding):
     embed_scale: torch.Tensor
 
     def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None, scale: float):
-        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx)
         self.scale = scale
         self.register_buffer("embed_scale", torch.tensor(scale, dtype=torch.float32), persistent=False)
 
@@ -25,7 +26,7 @@ class ScaledEmbedding(nn.Embedding):
         init.constant_(self.embed_scale, self.scale)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)
+        return nn.Embedding.forward(self, input_ids) * self.embed_scale.to(self.weight.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scale={self.scale}"

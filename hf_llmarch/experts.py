@@ -17,21 +17,29 @@ from transformers import initialization as init
 
 from .buffers import Fp32Buffers
 from .compat import EXPERTS, linear
-from .configuration_llmarch import LlmArchConfig
+from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "softmax": lambda logits: logits.softmax(dim=-1),
-    "sigmoid": torch.sigmoid,
-}
+
+def softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(dim=-1)
+
+
+def best_two(scores: torch.Tensor) -> torch.Tensor:
+    return scores.topk(2, dim=-1).values.sum(dim=-1)
+
+
+def best_one(scores: torch.Tensor) -> torch.Tensor:
+    return scores.amax(dim=-1)
+
+
+# Functions with names, so that a router can be pickled.
+SCORES: dict[RouterScore, Callable[[torch.Tensor], torch.Tensor]] = {"softmax": softmax, "sigmoid": torch.sigmoid}
 
 # A group's score, of the scores `(N, groups, members)` of its experts.
-GROUP_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "max": lambda scores: scores.amax(dim=-1),
-    "top2": lambda scores: scores.topk(2, dim=-1).values.sum(dim=-1),
-}
+GROUP_SCORES: dict[RouterGroupScore, Callable[[torch.Tensor], torch.Tensor]] = {"max": best_one, "top2": best_two}
 
 
 class Router(Fp32Buffers):
@@ -53,8 +61,6 @@ class Router(Fp32Buffers):
         self.normalise, self.scale = layer.norm_topk_prob, layer.routed_scaling_factor
         self.jitter, self.in_fp32 = layer.router_jitter_noise, layer.router_in_fp32
         self.update_rate = layer.router_bias_update_rate
-        if self.update_rate:
-            watch_optimizers()
         self.weight = nn.Parameter(torch.empty(self.experts, layer.hidden_size))
         self.bias = nn.Parameter(torch.empty(self.experts)) if layer.router_bias else None
         if layer.router_selection_bias:
@@ -75,10 +81,10 @@ class Router(Fp32Buffers):
         """`(N, C)` -> `(N, E)`."""
         if self.jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
-        if self.in_fp32:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias)
-        return F.linear(x, self.weight, self.bias)
+        if not self.in_fp32:
+            return F.linear(x, self.weight, self.bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def ranking(self, scores: torch.Tensor) -> torch.Tensor:
         """What experts are picked by, `(N, E)`: the scores, with the bias, and -inf outside the groups kept."""
@@ -106,11 +112,16 @@ class Router(Fp32Buffers):
     def forward(self, x: torch.Tensor) -> Routing:
         logits = self.logits(x)
         scores, indices = self.choose(logits)
-        if self.load is not None and self.training and torch.is_grad_enabled():
-            self.load += indices.flatten().bincount(minlength=self.experts)
-            if self.update_rate:
-                BALANCED.add(self)
         return logits, self.weigh(scores, indices), indices
+
+    @torch.no_grad()
+    def count(self, indices: torch.Tensor, real: torch.Tensor | None) -> None:
+        """Add the picks `(N, K)` of real tokens to the load, which the next optimiser step balances."""
+        if self.load is not None and self.update_rate:
+            picked = indices if real is None else indices[real.flatten()]
+            self.load += picked.flatten().bincount(minlength=self.experts)
+            watch_optimizers()
+            BALANCED.add(self)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, picks={self.picks}"
@@ -302,7 +313,7 @@ class LinearExperts(nn.ModuleList):
     def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
         width = layer.moe_intermediate_size or layer.intermediate_size
         feed_forward = FEED_FORWARDS[layer.ffn_type]
-        super().__init__(feed_forward(layer, width) for _ in range(cast(int, layer.num_experts)))
+        super().__init__(feed_forward(layer, width, drops=False) for _ in range(cast(int, layer.num_experts)))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -347,14 +358,13 @@ class SparseFeedForward(nn.Module):
         self.experts = EXPERT_LAYOUTS[layer.experts_layout](config, layer)
         self.capacity, self.overflow = capacity(layer), OVERFLOWS[layer.overflow]
         self.capacity_factor = layer.capacity_factor
-        self.route = {"expert_choice": self.experts_pick}.get(layer.router_type, self.tokens_pick)
         width = layer.shared_width
         self.shared_experts = FEED_FORWARDS[layer.ffn_type](layer, width) if width else None
         self.shared_expert_gate = nn.Linear(layer.hidden_size, 1, bias=False) if layer.shared_expert_gate else None
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` is True where a token is not padding."""
-        out = self.route(x, real_tokens)
+        out = self.routed(x, real_tokens)
         if self.shared_experts is None:
             return out
         shared = self.shared_experts(x)
@@ -362,9 +372,12 @@ class SparseFeedForward(nn.Module):
             shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
         return out + shared
 
-    def tokens_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    def routed(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+        """Each token goes to the experts it picks."""
         tokens = x.flatten(0, -2)
         logits, weights, indices = self.gate(tokens)
+        if self.training and torch.is_grad_enabled():
+            self.gate.count(indices, real)
         if self.capacity is not None:
             weights, indices = self.within_capacity(x, logits, indices, self.capacity, real)
         return self.experts(tokens, indices, weights).view_as(x)
@@ -387,7 +400,11 @@ class SparseFeedForward(nn.Module):
         indices = ended.flatten(0, 1)
         return self.gate.weigh(scores, indices) * kept.flatten(0, 1), indices
 
-    def experts_pick(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+
+class ExpertChoiceFeedForward(SparseFeedForward):
+    """Experts pick tokens, arXiv 2202.09368."""
+
+    def routed(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Each expert takes the tokens of a row that score it highest, as many as an even load (times the factor)."""
         batch, length, _ = x.shape
         real = torch.ones(batch, length, dtype=torch.bool, device=x.device) if real is None else real
@@ -401,6 +418,13 @@ class SparseFeedForward(nn.Module):
         flat = x.flatten(0, 1)
         out = self.experts(flat[token], expert[:, None], weights[taken][:, None] * self.gate.scale)
         return torch.zeros_like(flat).index_add_(0, token, out).view_as(x)
+
+
+SPARSE_FEED_FORWARDS: dict[RouterType, type[SparseFeedForward]] = {
+    "top_k": SparseFeedForward,
+    "sparsemixer": SparseFeedForward,
+    "expert_choice": ExpertChoiceFeedForward,
+}
 
 
 # -- balance ---------------------------------------------------------------------------------------------------------
@@ -462,12 +486,18 @@ BALANCED: "weakref.WeakSet[Router]" = weakref.WeakSet()
 
 
 def update_after_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Update the bias of each router whose weight the optimiser owns, once a step."""
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for router in list(BALANCED):
-        if id(router.weight) in owned:
-            update_selection_bias(router)
-            BALANCED.discard(router)
+    """Update the bias of each router whose weight the optimiser owns, once a step.
+
+    An optimiser that holds copies of the weights (fp32 masters) or none of them (a frozen router) updates no bias.
+    """
+    waiting = {id(router.weight): router for router in BALANCED}
+    # In the optimiser's order, which is the same on all processes: all_reduce pairs its calls by their order.
+    for group in optimizer.param_groups if waiting else ():
+        for parameter in group["params"]:
+            router = waiting.get(id(parameter))
+            if router is not None:
+                update_selection_bias(router)
+                BALANCED.discard(router)
 
 
 @cache

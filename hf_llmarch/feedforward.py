@@ -62,15 +62,15 @@ def gate(config: LlmArchConfig) -> Callable[..., torch.Tensor]:
 
 
 class MLP(nn.Module):
-    """down(act(up(x))). `width` overrides `intermediate_size`."""
+    """down(act(up(x))). `width` overrides `intermediate_size`; an expert does not drop out inside (`drops`)."""
 
-    def __init__(self, config: LlmArchConfig, width: int | None = None):
+    def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
         super().__init__()
         self.width = width or config.intermediate_size
         self.up_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
         self.down_proj = nn.Linear(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
-        self.inner_dropout = chain(dropout(config.ffn_dropout))
+        self.inner_dropout = chain(dropout(config.ffn_dropout) if drops else None)
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
         return self.down_proj(self.inner_dropout(self.act_fn(self.up_proj(x))))
@@ -79,8 +79,8 @@ class MLP(nn.Module):
 class GLU(MLP):
     """down(act(gate(x)) * up(x)), arXiv 2002.05202."""
 
-    def __init__(self, config: LlmArchConfig, width: int | None = None):
-        super().__init__(config, width)
+    def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
+        super().__init__(config, width, drops)
         self.gate_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
         self.gate = gate(config)
 

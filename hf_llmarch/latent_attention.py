@@ -32,24 +32,21 @@ class LatentAttention(ScoredAttention):
         )
         self.cache_is_latent = layer.mla_cache == "latent"
         query_width = heads * (self.nope + self.rope)
+        self.compresses_queries = layer.q_lora_rank is not None
         if layer.q_lora_rank is None:
             self.q_proj = nn.Linear(width, query_width, bias=False)
-            self.queries = self._direct_queries
         else:
             self.q_a_proj = nn.Linear(width, layer.q_lora_rank, bias=layer.attention_bias)
             self.q_a_layernorm = norm(layer, layer.q_lora_rank, eps=layer.latent_norm_eps)
             self.q_b_proj = nn.Linear(layer.q_lora_rank, query_width, bias=False)
-            self.queries = self._compressed_queries
         self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope, bias=layer.attention_bias)
         self.kv_a_layernorm = norm(layer, self.rank, eps=layer.latent_norm_eps)
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope + self.value), bias=False)
         self.o_proj = nn.Linear(heads * self.value, width, bias=layer.attention_output_bias)
 
-    def _direct_queries(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q_proj(x)
-
-    def _compressed_queries(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        """`(B, T, C)` -> `(B, T, H (N + R))`."""
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.compresses_queries else self.q_proj(x)
 
     def forward(
         self,
@@ -91,11 +88,12 @@ class LatentAttention(ScoredAttention):
     def absorbs(self, queries: int, keys: int, mask: Any) -> bool:
         """Whether absorbing costs fewer multiplications a head, and can be done here.
 
-        The projection must be a plain one: a quantised, adapted or sharded weight is not the matrix to fold.
+        The projection must be a plain one: a quantised, adapted, sharded or offloaded weight is not the matrix to fold.
         """
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
-        if type(self.kv_b_proj) is not nn.Linear or type(self.kv_b_proj.weight) is not nn.Parameter:
+        up_proj = self.kv_b_proj
+        if type(up_proj) is not nn.Linear or type(up_proj.weight) is not nn.Parameter or hasattr(up_proj, "_hf_hook"):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False
@@ -122,8 +120,6 @@ class LatentAttention(ScoredAttention):
         q = torch.cat((q_latent, q_rope), dim=-1).view(batch, 1, heads * queries, -1)
         keys = torch.cat((latent, k_rope), dim=-1)  # (B, 1, S, r + R)
         if mask is not None:
-            if mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, torch.finfo(q.dtype).min)
             mask = mask.expand(batch, heads, queries, -1).reshape(batch, 1, heads * queries, -1)
         out, weights = eager_attention(self, q, keys, latent, mask, scaling=self.scaling, softcap=self.softcap)
         out = torch.matmul(out.view(batch, heads, queries, self.rank), up_v.mT)  # (B, H, T, V)

@@ -235,18 +235,20 @@ class LlmArchModel(LlmArchPreTrainedModel):
         x = self.embed_norm(self.embed_positions.embed(x, position_ids))
         x = self.embed_projection(self.embed_dropout(x))
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
-        # Positional, so that reentrant gradient checkpointing carries gradients to the encoder.
+        # Positional, so that reentrant gradient checkpointing carries gradients to the encoder and to a learned bias.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
         for i, kind in enumerate(self.config.layer_types):
+            placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
             x = self.layers[i // self.runs_in_a_row](
                 x,
+                placed.pop("position_bias", None),
                 *source,
                 real_tokens=real,
                 attention_mask=masks[kind],
                 position_ids=position_ids,
                 use_cache=use_cache,
                 **{CACHE: past},
-                **({} if i in self.without_position else state.get(i, state.get(kind, {}))),
+                **placed,
                 **kwargs,
             )
         return self.output(self.final_dropout(self.norm(x)), past, encoded)
@@ -313,7 +315,9 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         # Only where positions are counted from it: its growing shape would make a compiled forward compile again.
         return {**masks, PADDING: attention_mask} if config.alibi_in_bf16 else masks
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """As the host's; but where a text outgrows the length at which LongRoPE changes its frequencies, the keys
         cached so far were turned by the others, and the whole text is read again."""
         cache, lengths = kwargs.get(CACHE), self.config.rope_switch_lengths
@@ -321,7 +325,8 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             seen = int(cache.get_seq_length())
             if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
                 kwargs[CACHE] = kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+        # Named, because the host asks this signature whether embeddings can begin a text.
+        return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     @can_return_tuple
     def forward(

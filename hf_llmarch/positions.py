@@ -209,6 +209,20 @@ class RotaryEmbedding(Fp32Buffers):
         return cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]  # (B, 1, T, R)
 
 
+class DynamicRotaryEmbedding(RotaryEmbedding):
+    """Dynamic NTK: frequencies that depend on the length of the text at hand, and on no earlier one."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # The host keeps the frequencies of the longest text so far, and a shorter one would get them too.
+        self.max_seq_len_cached = self.original_max_seq_len
+        self.inv_freq.copy_(self.original_inv_freq)
+        return super().forward(x, position_ids)
+
+
+def rotary(layer: LlmArchConfig, parameters: dict[str, Any]) -> RotaryEmbedding:
+    return (DynamicRotaryEmbedding if parameters["rope_type"] == "dynamic" else RotaryEmbedding)(layer, parameters)
+
+
 class RotaryPositions(Positions):
     """RoPE, arXiv 2104.09864, with parameters that may differ between layer types."""
 
@@ -226,7 +240,7 @@ class RotaryPositions(Positions):
             for kind, parameters in by_type.items()
         }
         self.tables = nn.ModuleDict(
-            {kind: RotaryEmbedding(layers[kind], by_type[kind]) for kind in dict.fromkeys(self.table_of.values())}
+            {kind: rotary(layers[kind], by_type[kind]) for kind in dict.fromkeys(self.table_of.values())}
         )
 
     def prepare(
@@ -344,8 +358,9 @@ class RelativeBias(ScoreBias):
         self.buckets, self.max_distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
         self.bidirectional = config.topology == "encoder"
         self.kinds, self.shared = config.layer_types, config.relative_attention_shared
-        tables = (nn.Embedding(self.buckets, config.num_attention_heads) for _ in self.kinds)
-        self.relative_attention_bias: nn.Module = next(tables) if self.shared else nn.ModuleList(tables)
+        placed = [i for i in range(len(self.kinds)) if i not in (config.nope_layers or ())]
+        tables = {str(i): nn.Embedding(self.buckets, config.num_attention_heads) for i in placed}
+        self.relative_attention_bias: nn.Module = tables[str(placed[0])] if self.shared else nn.ModuleDict(tables)
 
     def biases(self, distances: dict[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
         buckets = {
@@ -354,8 +369,8 @@ class RelativeBias(ScoreBias):
         }
         if self.shared:
             return {kind: self.relative_attention_bias(bucket).permute(2, 0, 1) for kind, bucket in buckets.items()}
-        tables = cast(nn.ModuleList, self.relative_attention_bias)
-        return {i: tables[i](buckets[kind]).permute(2, 0, 1) for i, kind in enumerate(self.kinds)}
+        tables = cast(nn.ModuleDict, self.relative_attention_bias)
+        return {int(i): table(buckets[self.kinds[int(i)]]).permute(2, 0, 1) for i, table in tables.items()}
 
 
 def relative_buckets(distance: torch.Tensor, buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
@@ -385,7 +400,7 @@ def attention_scale(config: LlmArchConfig, layer_idx: int = 0) -> float:
     """The factor on q.k: as configured, else 1/sqrt(query/key width)."""
     scale = config.query_key_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     if config.attention_kind == "mla" and config.attention_scale is None:
-        scale *= yarn_mscale(next(iter(config.rope_by_layer_type.values()))) ** 2
+        scale *= yarn_mscale(config.rope_by_layer_type[config.layer_types[layer_idx]]) ** 2
     return scale / (layer_idx + 1) if config.attention_scale_by_layer else scale
 
 
