@@ -353,6 +353,9 @@ def carry(
     )
 
 
+KEPT_IN_FP32 = modeling_llmarch.LlmArchPreTrainedModel._keep_in_fp32_modules_strict
+
+
 def written_layout(
     plan: Plan, dtypes: Mapping[str, torch.dtype], to: Side, cast: torch.dtype | None
 ) -> dict[str, TensorInfo]:
@@ -366,7 +369,7 @@ def written_layout(
     for step in plan.steps:
         read, written = (step.theirs, step.ours) if to == "ours" else (step.ours, step.theirs)
         stored = {dtypes[name] for name in read}
-        casts = cast is not None and not any(part in name for name in written for part in LOADED_IN_FP32)
+        casts = cast is not None and not any(part in name for name in written for part in KEPT_IN_FP32)
         found = {cast if casts and cast is not None and dtype.is_floating_point else dtype for dtype in stored}
         if len(found) > 1:
             names = ", ".join(sorted(map(str, found)))
@@ -374,10 +377,6 @@ def written_layout(
         (dtype,) = found
         layout |= {name: TensorInfo(tuple(shapes[name]), dtype) for name in written}
     return layout
-
-
-# What the model keeps in fp32 whatever dtype it is loaded in (`_keep_in_fp32_modules_strict`, names of both sides).
-LOADED_IN_FP32 = ("e_score_correction_bias",)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -10,6 +10,7 @@ Do not add `from __future__ import annotations` here: with string annotations `@
 # First, before any name that another release of the host may lack.
 from .host import FOUND  # isort: skip  # noqa: F401
 
+import copy
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -249,7 +250,8 @@ class ExpertSwitches:
     )
     capacity_factor: Number | None = switch(
         None,
-        "An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row. None: all.",
+        "An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a "
+        "forward pass. So later tokens count for earlier ones: for training, not for cached decoding. None: all.",
     )
     expert_capacity: int | None = switch(
         None, "An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."
@@ -325,7 +327,7 @@ class EndSwitches:
     )
     classifier_act: str = switch("tanh", "Activation of the classifier's dense layer.")
     classifier_norm: bool = switch(False, "A norm after it (ModernBERT).")
-    classifier_bias: bool = switch(False, "Bias of the task heads' last layer.")
+    classifier_bias: bool = switch(False, "Bias of the classifiers' last layer (question answering always has one).")
     classifier_dropout: Number = switch(0.0, "Dropout before the task heads' layers, in training.")
     logit_scale: Number = switch(1.0, "Factor on the logits (Command R).")
     final_logit_softcapping: Number | None = switch(None, "Bound c on the logits, c * tanh(logit / c) (Gemma 2).")
@@ -386,6 +388,11 @@ class LlmArchConfig(
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
         if self.head_dim is None:
+            if self.qk_rope_head_dim is None and self.hidden_size % max(self.num_attention_heads, 1):
+                raise ValueError(
+                    f"hidden_size={self.hidden_size}, num_attention_heads={self.num_attention_heads}: the heads do not "
+                    "divide the width; give head_dim."
+                )
             # Under MLA the host reads it for the rotated width alone.
             self.head_dim = self.qk_rope_head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         if self.intermediate_size is None:
@@ -432,22 +439,18 @@ class LlmArchConfig(
         return self.qk_head_dim or self.head_dim
 
     def source_config(self) -> "LlmArchConfig":
-        """The encoder's own config: this one, as an encoder, with what `source_stack` says."""
+        """The encoder's own config: this one, as an encoder, with what `source_stack` says.
+
+        Raises:
+            ValueError: where `source_stack` names what is no switch, or one that the two stacks have together.
+        """
         values = {f.name: getattr(self, f.name) for f in self.switches()}
-        overrides = dict(self.source_stack or {})
-        # What follows from a field that differs is derived anew.
-        if "num_hidden_layers" in overrides:
-            values |= {"layer_types": None, "mlp_layer_types": None}
-        if "num_attention_heads" in overrides:
-            values |= {"num_key_value_heads": None, "head_dim": None}
-        values |= {
-            "topology": "encoder",
-            "source_stack": None,
-            "share_source_embeddings": True,
-            "wrap_decoder_start": False,
-            "tie_word_embeddings": False,
-        }
-        config = LlmArchConfig(**{**_copy_nested(values), **overrides})
+        overrides = self.source_stack or {}
+        for name in overrides:
+            if name not in values or name in ENCODER:
+                raise ValueError(f"source_stack sets {name!r}, which an encoder does not have for itself.")
+        values |= {follower: None for name in overrides for follower in FOLLOWERS.get(name, ())}
+        config = LlmArchConfig(**copy.deepcopy({**values, **ENCODER, **overrides}))
         config._attn_implementation_internal = self._attn_implementation_internal
         config._experts_implementation_internal = self._experts_implementation_internal
         config.dtype = self.dtype
@@ -455,15 +458,26 @@ class LlmArchConfig(
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
-        """As the host's; switches given beside a saved config are checked together with it, not set afterwards."""
+        """As the host's; switches given beside a saved config are checked together with it, not set afterwards, and
+        what was derived from their old values is derived anew."""
         names = {f.name for f in cls.switches()}
         changed = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        if changed.get("topology", config_dict.get("topology")) != config_dict.get("topology"):
+        saved = config_dict.get("topology", "decoder")
+        if changed.get("topology", saved) != saved:
             logger.warning(
-                f"topology changed from {config_dict.get('topology')!r} to {changed['topology']!r}: "
-                f"{TOPOLOGY_CHANGES[changed['topology']]}"
+                f"topology changed from {saved!r} to {changed['topology']!r}: {TOPOLOGY_CHANGES[changed['topology']]}"
             )
-        return super().from_dict({**config_dict, **changed}, **kwargs)
+        stale = {
+            f for name, value in changed.items() if config_dict.get(name) != value for f in FOLLOWERS.get(name, ())
+        }
+        kept = {name: value for name, value in config_dict.items() if name not in stale}
+        return super().from_dict({**kept, **changed}, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the host's, without the plan that a model has set: it follows from the switches."""
+        values = super().to_dict()
+        values.pop("base_model_ep_plan", None)
+        return values
 
     @property
     def shared_width(self) -> int:
@@ -538,7 +552,7 @@ class LlmArchConfig(
             # Before 5.20 the host adds a base beside the layer types, and then takes the whole for flat parameters.
             base = cast(dict[str, Any], self.rope_parameters).get("rope_theta", self.default_theta)
             for parameters in by_type.values():
-                parameters.setdefault("rope_theta", base)
+                cast(dict[str, Any], parameters).setdefault("rope_theta", base)
             self.rope_parameters = by_type
             self.standardize_rope_params()
         for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
@@ -558,7 +572,7 @@ class LlmArchConfig(
         if self.topology == "encoder-decoder":
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
-            refuse_empty(config)
+            refuse_out_of_range(config)
             refuse_unused(config)
             for rule in RULES:
                 if not rule.holds(config):
@@ -580,6 +594,26 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_llmarch.LlmArchForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_llmarch.LlmArchForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_llmarch.LlmArchForQuestionAnswering",
+}
+
+# Fields that are derived from another where they are not given.
+FOLLOWERS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("head_dim", "intermediate_size"),
+    "num_attention_heads": ("head_dim", "num_key_value_heads"),
+    "num_hidden_layers": ("layer_types", "mlp_layer_types"),
+    "ffn_type": ("intermediate_size",),
+    "norm_type": ("norm_bias",),
+}
+
+# What the encoder of an encoder-decoder always is.
+ENCODER: dict[str, Any] = {
+    "topology": "encoder",
+    "source_stack": None,
+    "share_source_embeddings": True,
+    "tie_word_embeddings": False,
+    "wrap_decoder_start": False,
+    "use_cache": False,
+    "converted_from": None,
 }
 
 # What becomes of a model whose saved config said another topology.
@@ -618,6 +652,18 @@ def _rotary_dims_fit(c: LlmArchConfig) -> bool:
         if width % 2 or width < (4 if parameters.get("rope_type") in ("ntk", "dynamic") else 2):
             return False
     return True
+
+
+def _groups_are_uniform(c: LlmArchConfig) -> bool:
+    layers = c.num_hidden_layers
+    if c.layer_groups is None or layers % c.layer_groups:
+        return True  # another rule's business
+    run = layers // c.layer_groups
+    if run > 1 and (c.attention_scale_by_layer or not c.first_attention_norm):
+        return False
+    without_position = [i in (c.nope_layers or ()) for i in range(layers)]
+    lists: tuple[list[Any], ...] = (c.layer_types, c.mlp_layer_types or [], without_position)
+    return all(len(set(values[i : i + run])) < 2 for values in lists for i in range(0, len(values), run))
 
 
 def _known_rope_types(c: LlmArchConfig) -> bool:
@@ -802,6 +848,59 @@ RULES: tuple[Rule, ...] = (
         "the gate needs a shared expert: num_shared_experts or shared_expert_intermediate_size.",
     ),
     Rule(
+        ("num_shared_experts", "shared_expert_intermediate_size"),
+        lambda c: c.shared_expert_intermediate_size is None or c.num_shared_experts == 0,
+        "both say how wide the shared expert is: give one of them.",
+    ),
+    Rule(
+        ("swish_beta", "experts_layout", "num_experts"),
+        lambda c: c.num_experts is None or c.experts_layout == "packed" or c.swish_beta != "learned",
+        "packed experts share one learned beta, which Linears of their own cannot.",
+    ),
+    Rule(
+        ("num_experts", "mlp_layer_types"),
+        lambda c: c.num_experts is None or "sparse" in (c.mlp_layer_types or ()),
+        "experts need a sparse layer.",
+    ),
+    Rule(
+        ("router_type", "norm_topk_prob", "router_aux_loss_coef"),
+        lambda c: c.router_type != "expert_choice" or (c.norm_topk_prob and not c.router_aux_loss_coef),
+        "where experts pick there is nothing to balance, and a token's weights are not renormalised.",
+    ),
+    Rule(
+        ("router_type", "router_jitter_noise"),
+        lambda c: c.router_type != "sparsemixer" or c.router_jitter_noise > 0,
+        "sparsemixer compares experts within twice this distance: at 0 each is alone, and the router learns nothing.",
+    ),
+    Rule(
+        ("alibi_in_bf16", "topology"),
+        lambda c: not c.alibi_in_bf16 or c.topology == "decoder",
+        "a bias by the key's place alone is a bias by distance only where no key comes after its query.",
+    ),
+    Rule(
+        ("alibi_scaled", "attention_scale_by_layer"),
+        lambda c: not (c.alibi_scaled and c.attention_scale_by_layer),
+        "one bias serves all layers, so it cannot follow a scale that differs between them.",
+    ),
+    Rule(
+        ("relative_attention_max_distance", "relative_attention_num_buckets"),
+        lambda c: c.relative_attention_max_distance > c.relative_attention_num_buckets // 2 >= 2,
+        "half of the buckets count single distances, and the others must reach beyond.",
+    ),
+    Rule(
+        ("positions_skip_padding", "pad_token_id", "position_encoding", "position_offset"),
+        lambda c: (
+            not c.positions_skip_padding
+            or (c.pad_token_id is not None and (c.position_encoding != "learned" or c.position_offset > 0))
+        ),
+        "padding is told by pad_token_id, and has position -1, which a learned table needs a row for.",
+    ),
+    Rule(
+        ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"),
+        lambda c: c.layer_groups is None or _groups_are_uniform(c),
+        "the layers that share a block must be alike in everything.",
+    ),
+    Rule(
         ("topology", "parallel_block"),
         lambda c: c.topology != "encoder-decoder" or not c.parallel_block,
         "a parallel block has no place for cross-attention.",
@@ -823,7 +922,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("share_source_embeddings", "hidden_size", "source_stack"),
-        lambda c: not (c.share_source_embeddings and {"hidden_size", "vocab_size"} & set(c.source_stack or ())),
+        lambda c: (
+            not (
+                c.share_source_embeddings
+                and {"hidden_size", "embedding_size", "vocab_size"} & set(c.source_stack or ())
+            )
+        ),
         "a shared embedding has one width and one vocabulary; set share_source_embeddings=False.",
     ),
     Rule(
@@ -843,6 +947,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "q_lora_rank": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
     "latent_norm_eps": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
     "mla_cache": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
+    "clip_qkv": ("an attention_type other than 'mla'", lambda c: c.attention_kind != "mla"),
     "qk_norm_type": ("a qk_norm", lambda c: c.qk_norm != "none"),
     "qk_norm_bias": ("a qk_norm", lambda c: c.qk_norm != "none"),
     "rope_interleaved": equals("position_encoding", "rope"),
@@ -880,7 +985,10 @@ MODEL_WIDE = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
     *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
     *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "first_attention_norm"),
-    *("layer_groups", "source_stack", "share_source_embeddings"),
+    *("layer_groups", "source_stack", "share_source_embeddings", "num_experts", "mlp_layer_types"),
+    *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "sliding_window", "attention_chunk_size"),
+    # The norms at both ends of the model are of one kind with those of its layers.
+    *(f.name for f in fields(NormSwitches) if f.name != "norm_placement"),
 }
 
 
@@ -896,6 +1004,8 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
             "per_layer_config overrides 'num_attention_heads', but the bias of "
             f"position_encoding={config.position_encoding!r} has one number of heads: set it on the config itself."
         )
+    if config.topology == "encoder-decoder":
+        raise ValueError("per_layer_config counts the layers of one stack: an encoder-decoder takes source_stack.")
     if config.layer_groups is not None:
         raise ValueError("per_layer_config: layers that share their blocks (layer_groups) cannot differ.")
     layers = config.layer_configs()
@@ -914,15 +1024,19 @@ POSITIVE = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank", *MLA_SIZES),
     *("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi_bias_max"),
     *("relative_attention_num_buckets", "ffn_multiple_of", "moe_intermediate_size", "embedding_size"),
-    *("layer_groups", "capacity_factor", "glu_limit"),
+    *("layer_groups", "capacity_factor", "expert_capacity", "glu_limit"),
 )
+DROPOUTS = tuple(f"{place}_dropout" for place in ("attention", "hidden", "ffn", "embedding", "final", "classifier"))
 
 
-def refuse_empty(config: LlmArchConfig) -> None:
+def refuse_out_of_range(config: LlmArchConfig) -> None:
     for name in POSITIVE:
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value!r} must be greater than 0.")
+    for name in DROPOUTS:
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name}={getattr(config, name)!r} is a probability, from 0 to 1.")
 
 
 def refuse_unused(config: LlmArchConfig) -> None:

@@ -6,6 +6,7 @@ width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and exper
 
 import weakref
 from collections.abc import Callable
+from fractions import Fraction
 from functools import cache, partial
 from typing import Any, cast
 
@@ -51,7 +52,6 @@ class Router(Fp32Buffers):
     """
 
     e_score_correction_bias: torch.Tensor | None
-    load: torch.Tensor | None
 
     def __init__(self, layer: LlmArchConfig):
         super().__init__()
@@ -63,28 +63,36 @@ class Router(Fp32Buffers):
         self.update_rate = layer.router_bias_update_rate
         self.weight = nn.Parameter(torch.empty(self.experts, layer.hidden_size))
         self.bias = nn.Parameter(torch.empty(self.experts)) if layer.router_bias else None
-        if layer.router_selection_bias:
-            self.register_buffer("e_score_correction_bias", torch.zeros(self.experts, dtype=torch.float32))
-            # How often each expert was picked since the last optimiser step.
-            self.register_buffer("load", torch.zeros(self.experts, dtype=torch.float32), persistent=False)
-        else:
-            self.register_buffer("e_score_correction_bias", None)
-            self.register_buffer("load", None)
+        bias = torch.zeros(self.experts, dtype=torch.float32) if layer.router_selection_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+        # How often each expert was picked since the last optimiser step. No buffer: DistributedDataParallel would
+        # overwrite every process's count by the first one's.
+        self.load: torch.Tensor | None = None
 
     def init_weights(self, std: float) -> None:
         init.normal_(self.weight, mean=0.0, std=std)
-        for zero in (self.bias, self.e_score_correction_bias, self.load):
+        for zero in (self.bias, self.e_score_correction_bias):
             if zero is not None:
                 init.zeros_(zero)
 
+    def disturbed(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's input with relative noise, in training."""
+        if not (self.jitter and self.training):
+            return x
+        return x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """`(N, C)` -> `(N, E)`."""
-        if self.jitter and self.training:
-            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
+        x = self.disturbed(x)
         if not self.in_fp32:
             return F.linear(x, self.weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores as shares of one, `(N, E)`; those of a sigmoid do not sum to it."""
+        scores = self.score(logits.float())
+        return scores / scores.sum(dim=-1, keepdim=True)
 
     def ranking(self, scores: torch.Tensor) -> torch.Tensor:
         """What experts are picked by, `(N, E)`: the scores, with the bias, and -inf outside the groups kept."""
@@ -102,9 +110,11 @@ class Router(Fp32Buffers):
         scores = self.score(logits.float())
         return scores, self.ranking(scores).topk(self.picks, dim=-1).indices
 
-    def weigh(self, scores: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """The weights `(N, K)` of the picked experts."""
+    def weigh(self, scores: torch.Tensor, indices: torch.Tensor, sharing: torch.Tensor | None = None) -> torch.Tensor:
+        """The weights `(N, K)` of the picked experts; of those that share in them alone, where that is given."""
         weights = scores.gather(-1, indices)
+        if sharing is not None:
+            weights = weights * sharing
         if self.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.scale
@@ -117,9 +127,10 @@ class Router(Fp32Buffers):
     @torch.no_grad()
     def count(self, indices: torch.Tensor, real: torch.Tensor | None) -> None:
         """Add the picks `(N, K)` of real tokens to the load, which the next optimiser step balances."""
-        if self.load is not None and self.update_rate:
+        if self.update_rate:
             picked = indices if real is None else indices[real.flatten()]
-            self.load += picked.flatten().bincount(minlength=self.experts)
+            counts = picked.flatten().bincount(minlength=self.experts).float()
+            self.load = counts if self.load is None else self.load + counts
             watch_optimizers()
             BALANCED.add(self)
 
@@ -144,8 +155,8 @@ class SparseMixerRouter(Router):
         scores = torch.zeros_like(left).scatter(-1, self_index, torch.cat(weights, dim=-1))
         return scores, self_index
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight.float()) if self.in_fp32 else F.linear(x, self.weight)
+    def disturbed(self, x: torch.Tensor) -> torch.Tensor:
+        return x  # the noise's width is a distance here
 
 
 class ExpertChoiceRouter(Router):
@@ -171,12 +182,13 @@ def slots(real: torch.Tensor, experts: int, picks: int, factor: float) -> torch.
 
     Of the row, not of the batch, and of real tokens, not of padding: so that batch-mates never change a result.
     """
-    return (real.sum(-1) * picks * factor / experts).ceil()
+    exact = Fraction(str(factor)) * picks / experts  # a rounded product could fall on the wrong side of a whole number
+    return -(real.sum(-1) * -exact.numerator // exact.denominator)
 
 
 def fixed_slots(real: torch.Tensor, capacity: int) -> torch.Tensor:
     """The same number for each row, `(B,)`, as Switch states it."""
-    return torch.full(real.shape[:1], float(capacity), device=real.device)
+    return torch.full(real.shape[:1], capacity, device=real.device)
 
 
 def capacity(layer: LlmArchConfig) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -189,28 +201,28 @@ def capacity(layer: LlmArchConfig) -> Callable[[torch.Tensor], torch.Tensor] | N
     return partial(slots, experts=experts, picks=picks, factor=layer.capacity_factor)
 
 
-def drop_overflow(
-    ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+Placement = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def drop_overflow(ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor) -> Placement:
     """Keep a pick where its expert has room; first picks go before second ones, then earlier tokens before later.
 
     Args: `ranking (B, T, E)`, `indices (B, T, K)`, `room (B,)`, `real (B, T)` True for tokens that are not padding.
 
-    Returns: the indices as they are, and which of them are kept, `(B, T, K)`.
+    Returns: the indices as they are, which of them are kept, `(B, T, K)`, and None: what is dropped keeps its share of
+        the weights.
     """
     batch, length, picks = indices.shape
     chosen = F.one_hot(indices, ranking.shape[-1]) * real[..., None, None]  # (B, T, K, E)
     in_turn = chosen.transpose(1, 2).flatten(1, 2).cumsum(1)  # (B, K * T, E): taken so far, this one included
     place = (in_turn.view(batch, picks, length, -1).transpose(1, 2) * chosen).sum(-1)  # (B, T, K)
-    return indices, (place > 0) & (place <= room[:, None, None])
+    return indices, (place > 0) & (place <= room[:, None, None]), None
 
 
-def next_best(
-    ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def next_best(ranking: torch.Tensor, indices: torch.Tensor, room: torch.Tensor, real: torch.Tensor) -> Placement:
     """A token whose expert is full goes to the best one that has room. Arguments as `drop_overflow`.
 
-    Returns: the experts each token ended at and which of its K places it filled.
+    Returns: the experts each token ended at, and which of its K places it filled; twice, as these share its weights.
     """
     batch, length, picks = indices.shape
     order = ranking.argsort(dim=-1, descending=True, stable=True)  # (B, T, E)
@@ -229,7 +241,7 @@ def next_best(
         kept = torch.where(gets[..., None], kept.scatter(-1, slot, True), kept)
         filled = filled + gets
         taken = taken + (asked * gets[..., None]).sum(1)
-    return ended, kept
+    return ended, kept, kept
 
 
 OVERFLOWS = {"drop": drop_overflow, "next_best": next_best}
@@ -274,7 +286,8 @@ class PackedExperts(nn.Module):
         """Tokens `(N, C)` with their experts and weights `(N, K)` -> `(N, C)`."""
         chosen = self.config._experts_implementation
         if chosen == "grouped_mm" and not self.groups_well(hidden_states):
-            chosen = "eager"
+            # A loop over segments asks for their sizes, which a compiler does not know.
+            chosen = "batched_mm" if torch.compiler.is_compiling() else "eager"
         implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
         return implementation(self, hidden_states, top_k_index, top_k_weights)
 
@@ -284,7 +297,7 @@ class PackedExperts(nn.Module):
         It has no CPU form, and its stand-in is slower than segments where no gradient is due.
         """
         aligned = not any(width * x.element_size() % 16 for width in (self.hidden_dim, self.intermediate_dim))
-        return aligned and (x.device.type != "cpu" or torch.is_grad_enabled())
+        return aligned and (x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
     def segments(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -396,9 +409,10 @@ class SparseFeedForward(nn.Module):
         room = capacity(real)
         scores = self.gate.score(logits.float())
         ranking = self.gate.ranking(scores).view(batch, length, -1)
-        ended, kept = self.overflow(ranking, indices.view(batch, length, -1), room, real)
+        ended, kept, sharing = self.overflow(ranking, indices.view(batch, length, -1), room, real)
         indices = ended.flatten(0, 1)
-        return self.gate.weigh(scores, indices) * kept.flatten(0, 1), indices
+        weights = self.gate.weigh(scores, indices, None if sharing is None else sharing.flatten(0, 1))
+        return weights * kept.flatten(0, 1), indices
 
 
 class ExpertChoiceFeedForward(SparseFeedForward):
@@ -445,12 +459,11 @@ def balance_loss(
     batch = real.shape[0]
     picks, probabilities = [], []
     for router, layer in zip(routers, logits, strict=True):
-        scores, indices = router.choose(layer)
+        _, indices = router.choose(layer)
         weight = real.to(layer.device)[..., None].float()
-        share = scores / scores.sum(dim=-1, keepdim=True)  # sigmoid scores do not sum to one
         picked = F.one_hot(indices, router.experts).sum(dim=-2).float()
         picks.append((picked.view(batch, -1, router.experts) * weight).sum(1))  # (B, E)
-        probabilities.append((share.view(batch, -1, router.experts) * weight).sum(1))
+        probabilities.append((router.probabilities(layer).view(batch, -1, router.experts) * weight).sum(1))
     f, p = torch.stack(picks), torch.stack(probabilities)  # (L, B, E)
     count = real.sum(-1).to(f.device).float().clamp(min=1)[:, None]  # (B, 1)
     experts = routers[0].experts
@@ -478,7 +491,7 @@ def update_selection_bias(router: Router) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(load)
     bias += router.update_rate * torch.sign(load.mean() - load)
-    load.zero_()
+    router.load = None
 
 
 # Routers that train a selection bias, entered by their forward in training.

@@ -29,16 +29,20 @@ class Swish(nn.Module):
 
 
 def activation(config: LlmArchConfig) -> nn.Module:
-    """The activation named by the config.
-
-    Raises:
-        ValueError: when transformers has none of that name.
-    """
+    """The activation of the feed-forwards."""
     if config.swish_beta is not None:
         return Swish(config.swish_beta)
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(f"hidden_act={config.hidden_act!r} is not one of {', '.join(sorted(ACT2FN))}.")
-    return ACT2FN[config.hidden_act]
+    return named_activation("hidden_act", config.hidden_act)
+
+
+def named_activation(field: str, name: str) -> nn.Module:
+    """
+    Raises:
+        ValueError: when transformers has no activation of that name.
+    """
+    if name not in ACT2FN:
+        raise ValueError(f"{field}={name!r} is not one of {', '.join(sorted(ACT2FN))}.")
+    return ACT2FN[name]
 
 
 def plain_gate(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,10 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
 from .embeddings import Scale, SoftCap, chain
+from .feedforward import activation, named_activation
 from .norms import norm
 
 
@@ -30,7 +30,7 @@ class HeadTransform(nn.Module):
         super().__init__()
         width = config.embedding_size or config.hidden_size
         self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
-        self.act_fn = ACT2FN[config.head_act or config.hidden_act]
+        self.act_fn = named_activation("head_act", config.head_act) if config.head_act else activation(config)
         self.norm = norm(config, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class ClassifierTransform(nn.Module):
     def __init__(self, config: LlmArchConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
-        self.act_fn = ACT2FN[config.classifier_act]
+        self.act_fn = named_activation("classifier_act", config.classifier_act)
         self.norm = chain(norm(config) if config.classifier_norm else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

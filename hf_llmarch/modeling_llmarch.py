@@ -1,7 +1,7 @@
 """The models: one base model, and a class for each task. Parts are chosen in `__init__`; `forward` holds no switch."""
 
 import copy
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -22,20 +22,22 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
 from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay
-from .configuration_llmarch import LlmArchConfig
+from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .norms import norm
 from .parallel import expert_parallel_plan, tensor_parallel_plan
 from .positions import PADDING, POSITIONS
+
+logger = logging.get_logger(__name__)
 
 
 def layer_masks(
@@ -58,16 +60,23 @@ def layer_masks(
 
 def real_tokens(attention_mask: Any, length: int) -> torch.Tensor | None:
     """`(batch, length)`, True where the mask says that one of the newest tokens is not padding; None: all are real."""
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get(PADDING)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
         return attention_mask[:, -length:].bool()
     return None
 
 
-def by_share_of_labels(rows: torch.Tensor, labels: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+def by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
     """The mean of a loss `(batch,)` a row, each row weighted by its labels: like the token loss, the sum over a step's
     micro-batches does not depend on how the step is split."""
-    items = (labels != -100).sum(-1).to(rows.device)
+    items = items.to(rows.device)
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
+
+
+def labelled(labels: torch.Tensor) -> torch.Tensor:
+    """How many labels each row has, `(batch,)`."""
+    return (labels != -100).sum(-1)
 
 
 class LlmArchPreTrainedModel(PreTrainedModel):
@@ -90,7 +99,17 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     # The host would look for a decorator's name in this file; ours dispatches in `experts.py`.
     _can_set_experts_implementation_cached_value = True
 
+    # What a class can be made of.
+    topologies: frozenset[Topology] = frozenset(get_args(Topology))
+
     def __init__(self, config: LlmArchConfig, *args: Any, **kwargs: Any):
+        config.validate_switches()  # once more: fields may have been set since it was built
+        if config.topology not in self.topologies:
+            raise ValueError(
+                f"{type(self).__name__} is for topology {' or '.join(sorted(self.topologies))}, and the config says "
+                f"{config.topology!r}. Over a vocabulary, decoders take LlmArchForCausalLM, encoders "
+                "LlmArchForMaskedLM, and encoder-decoders LlmArchForConditionalGeneration."
+            )
         refuse_backend(config, config._attn_implementation)
         self.demands = demands(config)
         super().__init__(config, *args, **kwargs)
@@ -123,6 +142,15 @@ class LlmArchPreTrainedModel(PreTrainedModel):
             if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
                 module.config._attn_implementation = self.config._attn_implementation
 
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        checkpoint = kwargs.get("gradient_checkpointing_func")
+        if self.weighs_balance and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "Reentrant checkpoints run the routers without gradients, so router_aux_loss_coef and "
+                "router_z_loss_coef would train nothing: use gradient_checkpointing_kwargs={'use_reentrant': False}."
+            )
+        super()._set_gradient_checkpointing(*args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         # A part with parameters or unsaved buffers of its own says itself how they begin.
@@ -131,9 +159,48 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         else:
             cast(Any, module).init_weights(self.config.initializer_range)
 
+    @property
+    def weighs_balance(self) -> bool:
+        config = self.config
+        return bool(config.num_experts and (config.router_aux_loss_coef or config.router_z_loss_coef))
+
+    @property
+    def balances(self) -> bool:
+        """Whether the loss has auxiliary parts now: they are for training."""
+        return self.training and self.weighs_balance
+
+    def balance(self, outputs: ModelOutput, attention_mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The balance loss of each row, unweighted, and the auxiliary losses of each row as the config weighs them,
+        both `(batch,)`; None without router logits."""
+        logits = outputs.get("router_logits")
+        if not logits:
+            return None
+        batch, length = outputs["last_hidden_state"].shape[:2]
+        real = real_tokens(attention_mask, length)
+        if real is None:
+            real = torch.ones(batch, length, dtype=torch.bool, device=logits[0].device)
+        balance = balance_loss(self.routers(), logits, real, self.config.router_aux_loss_scope)
+        rows = self.config.router_aux_loss_coef * balance + self.config.router_z_loss_coef * z_loss(logits, real)
+        return balance, rows
+
+    def with_auxiliary(
+        self,
+        loss: torch.Tensor | None,
+        outputs: ModelOutput,
+        attention_mask: Any,
+        items: torch.Tensor,
+        num_items: torch.Tensor | int | None,
+    ) -> torch.Tensor | None:
+        """The loss, in training with the auxiliary ones, each row weighted by its `items (batch,)`."""
+        found = self.balance(outputs, attention_mask) if loss is not None and self.balances else None
+        if loss is None or found is None:
+            return loss
+        return loss + by_share(found[1], items, num_items)
+
     def routers(self) -> list[Router]:
-        """The routers of the sparse layers, in the order of `router_logits`."""
-        return [module for module in self.modules() if isinstance(module, Router)]
+        """The routers of this stack's sparse layers, in the order of `router_logits`."""
+        layers = cast(nn.ModuleList, self.base_model.layers)
+        return [module for module in layers.modules() if isinstance(module, Router)]
 
 
 class LlmArchModel(LlmArchPreTrainedModel):
@@ -211,8 +278,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 nothing to read; when the attention implementation set on the config would ignore one of its switches.
         """
         encoded = None
+        if self.encoder is None and (decoder_input_ids is not None or encoder_hidden_states is not None):
+            raise ValueError(f"topology={self.config.topology!r} has no encoder to read from: leave out its arguments.")
         if decoder_input_ids is not None and self.encoder is not None:
-            encoded = self.encoder(input_ids, attention_mask, inputs_embeds=inputs_embeds)
+            encoded = self.encoder(
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids
+            )
+            token_type_ids = None
             encoder_hidden_states, encoder_attention_mask = encoded.last_hidden_state, cast(Any, attention_mask)
             input_ids, attention_mask, inputs_embeds = decoder_input_ids, decoder_attention_mask, None
         if (input_ids is None) == (inputs_embeds is None):
@@ -292,19 +364,27 @@ class LlmArchModel(LlmArchPreTrainedModel):
 class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
     """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
 
+    topologies = frozenset({"decoder"})
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        if self.looks_ahead:
+            logger.warning_once(
+                "router_type='expert_choice': which tokens an expert picks depends on later ones, so the loss of a "
+                "causal model leaks the future."
+            )
         self.model = LlmArchModel(config)
-        self.vocab_size = config.vocab_size
         self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
         self.lm_head = output_head(config)
         self.logits = logits_transform(config)
-        self.balances = bool(config.num_experts and (config.router_aux_loss_coef or config.router_z_loss_coef))
         self.output_class = CausalLMOutputWithPast if config.num_experts is None else MoeCausalLMOutputWithPast
         self.post_init()
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.config.num_experts is not None and self.config.layer_configs()[0].router_type == "expert_choice"
 
     @staticmethod
     def create_masks_for_generate(
@@ -312,14 +392,19 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The masks that `generate` hands to a compiled forward; the host calls it."""
         masks = layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
-        # Only where positions are counted from it: its growing shape would make a compiled forward compile again.
-        return {**masks, PADDING: attention_mask} if config.alibi_in_bf16 else masks
+        # Only where tokens are counted by it: its growing shape would make a compiled forward compile again.
+        counts = config.alibi_in_bf16 or any(
+            layer.capacity_factor is not None or layer.expert_capacity is not None for layer in config.layer_configs()
+        )
+        return {**masks, PADDING: attention_mask} if counts else masks
 
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """As the host's; but where a text outgrows the length at which LongRoPE changes its frequencies, the keys
         cached so far were turned by the others, and the whole text is read again."""
+        if self.looks_ahead:
+            raise ValueError("router_type='expert_choice' cannot generate: its experts pick among tokens yet to come.")
         cache, lengths = kwargs.get(CACHE), self.config.rope_switch_lengths
         if cache is not None and lengths:
             seen = int(cache.get_seq_length())
@@ -354,7 +439,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache. With experts, `aux_loss` is the
             unweighted balance loss; in training, the auxiliary losses are in `loss` with the config's weights.
         """
-        balances = self.training and labels is not None and self.balances
+        balances = labels is not None and self.balances
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -377,31 +462,25 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             "attentions": outputs.attentions,
             CACHE: outputs.get(CACHE),
         }
-        router_logits = outputs.get("router_logits")
-        if router_logits:
-            batch, length = outputs.last_hidden_state.shape[:2]
-            real = real_tokens(attention_mask, length)
-            real = torch.ones(batch, length, dtype=torch.bool, device=logits.device) if real is None else real
-            balance = balance_loss(self.routers(), router_logits, real, self.config.router_aux_loss_scope)
+        found = self.balance(outputs, attention_mask)
+        if found is not None:
+            results |= {"aux_loss": found[0].mean(), "router_logits": outputs["router_logits"]}
             if labels is not None and balances:
-                rows = self.config.router_aux_loss_coef * balance
-                rows = rows + self.config.router_z_loss_coef * z_loss(router_logits, real)
-                share = by_share_of_labels(rows, labels[:, 1:], kwargs.get("num_items_in_batch"))
+                share = by_share(found[1], labelled(labels[:, 1:]), kwargs.get("num_items_in_batch"))
                 loss = cast(torch.Tensor, loss) + share
-            results |= {"aux_loss": balance.mean(), "router_logits": router_logits}
         return self.output_class(loss=loss, **results)
 
 
 class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
     """An encoder-decoder with a head over the vocabulary, for translation and the like."""
 
+    topologies = frozenset({"encoder-decoder"})
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LlmArchConfig):
-        if config.topology != "encoder-decoder":
-            raise ValueError(f"topology={config.topology!r}: conditional generation needs topology='encoder-decoder'.")
         super().__init__(config)
         self.model = LlmArchModel(config)
+        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
         self.lm_head = output_head(config)
         self.logits = logits_transform(config)
         self.post_init()
@@ -473,8 +552,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache, the encoder's outputs.
         """
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        balances = self.training and labels is not None and bool(self.config.num_experts)
-        wanted["output_router_logits"] = output_router_logits or balances
+        wanted["output_router_logits"] = output_router_logits or (labels is not None and self.balances)
         if encoder_outputs is None:
             encoder_outputs = cast(Any, self.model.encoder)(
                 input_ids, attention_mask, inputs_embeds=inputs_embeds, **wanted
@@ -500,7 +578,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.logits(self.lm_head(outputs.last_hidden_state[:, kept]))
+        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state[:, kept])))
         loss = None
         if labels is not None:
             # The labels are in place already; the host's loss of this name would shift them once more.
@@ -511,10 +589,12 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
                 vocab_size=self.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
             )
-        if balances and labels is not None:
-            loss = cast(torch.Tensor, loss) + self.auxiliary_loss(
-                encoded, outputs, attention_mask, decoder_attention_mask, labels, num_items_in_batch
-            )
+            encoder = cast(LlmArchModel, self.model.encoder)
+            for stack, states, mask in (
+                (encoder, encoded, attention_mask),
+                (self.model, outputs, decoder_attention_mask),
+            ):
+                loss = stack.with_auxiliary(loss, states, mask, labelled(labels), num_items_in_batch)
         results: dict[str, Any] = {
             "decoder_hidden_states": outputs.hidden_states,
             "decoder_attentions": outputs.attentions,
@@ -526,36 +606,11 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
         }
         return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
 
-    def auxiliary_loss(
-        self,
-        encoded: ModelOutput,
-        decoded: ModelOutput,
-        source_mask: torch.Tensor | None,
-        mask: Any,
-        labels: torch.Tensor,
-        num_items: torch.Tensor | int | None,
-    ) -> torch.Tensor:
-        """The balance and z-losses of both stacks, weighted as the config says."""
-        total = torch.zeros((), device=labels.device)
-        encoder = cast(LlmArchModel, self.model.encoder)
-        routers = {"encoder": encoder.routers(), "decoder": [r for r in self.routers() if r not in encoder.routers()]}
-        for name, outputs, given in (("encoder", encoded, source_mask), ("decoder", decoded, mask)):
-            logits = outputs.get("router_logits")
-            if not logits:
-                continue
-            length = logits[0].shape[0] // labels.shape[0]
-            real = real_tokens(given, length)
-            if real is None:
-                real = torch.ones(labels.shape[0], length, dtype=torch.bool, device=labels.device)
-            balance = balance_loss(routers[name], logits, real, self.config.router_aux_loss_scope)
-            rows = self.config.router_aux_loss_coef * balance + self.config.router_z_loss_coef * z_loss(logits, real)
-            total = total + by_share_of_labels(rows, labels, num_items)
-        return total
-
 
 class LlmArchForMaskedLM(LlmArchPreTrainedModel):
     """The base model with a head over the vocabulary, for filling in masked tokens."""
 
+    topologies = frozenset({"encoder"})
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LlmArchConfig):
@@ -578,6 +633,7 @@ class LlmArchForMaskedLM(LlmArchPreTrainedModel):
         **kwargs: Any,
     ) -> MaskedLMOutput:
         """`labels (batch, length)` are the tokens behind the masks, -100 elsewhere; `logits (batch, length, vocab)`."""
+        kwargs.setdefault("output_router_logits", labels is not None and self.balances)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -590,6 +646,8 @@ class LlmArchForMaskedLM(LlmArchPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            items = kwargs.get("num_items_in_batch")
+            loss = self.with_auxiliary(loss, outputs, attention_mask, labelled(labels), items)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -597,6 +655,8 @@ class LlmArchForMaskedLM(LlmArchPreTrainedModel):
 
 class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
     """The base model with a class for a text; regression, single- or multi-label by `problem_type`."""
+
+    topologies = frozenset({"decoder", "encoder"})
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -627,6 +687,7 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
         Raises:
             ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`).
         """
+        kwargs.setdefault("output_router_logits", labels is not None and self.balances)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -642,6 +703,7 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self.with_auxiliary(loss, outputs, attention_mask, torch.ones_like(logits[:, 0]), None)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -662,6 +724,8 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
 
 class LlmArchForTokenClassification(LlmArchPreTrainedModel):
     """The base model with a class for each token."""
+
+    topologies = frozenset({"decoder", "encoder"})
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -685,6 +749,7 @@ class LlmArchForTokenClassification(LlmArchPreTrainedModel):
         **kwargs: Any,
     ) -> TokenClassifierOutput:
         """`labels (batch, length)`, -100 is ignored; `logits (batch, length, num_labels)`."""
+        kwargs.setdefault("output_router_logits", labels is not None and self.balances)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -695,7 +760,11 @@ class LlmArchForTokenClassification(LlmArchPreTrainedModel):
             **kwargs,
         )
         logits = self.score(self.dropout(self.head(outputs.last_hidden_state)))
-        loss = None if labels is None else self.loss_function(logits, labels, self.config, **kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
+            items = kwargs.get("num_items_in_batch")
+            loss = self.with_auxiliary(loss, outputs, attention_mask, labelled(labels), items)
         return TokenClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -703,6 +772,8 @@ class LlmArchForTokenClassification(LlmArchPreTrainedModel):
 
 class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
     """The base model with the start and the end of an answer in the text."""
+
+    topologies = frozenset({"decoder", "encoder"})
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -726,6 +797,7 @@ class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
         """`start_positions` and `end_positions` `(batch,)` are token indices; returns a logit a token for each."""
+        kwargs.setdefault("output_router_logits", start_positions is not None and self.balances)
         outputs = self.model(
             input_ids,
             attention_mask,
@@ -739,6 +811,7 @@ class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
+            loss = self.with_auxiliary(loss, outputs, attention_mask, torch.ones_like(start[:, 0]), None)
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start.contiguous(),

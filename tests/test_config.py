@@ -25,6 +25,8 @@ from hf_llmarch.positions import POSITIONS, ROPE_FREQUENCIES
 from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, STACKS, SWITCHES, YARN, tiny_config, variants
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}
+EXPERT_CHOICE = {"num_experts": 6, "router_type": "expert_choice", "use_cache": False}
+ONE_GROUP = {"topology": "encoder", "layer_groups": 1}
 SLIDING = {"layer_types": ["sliding_attention"] * 3}
 
 
@@ -206,6 +208,37 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"ffn_type": "mlp", "glu_up_offset": 1.0},
     ],
     ("shared_expert_gate", "num_shared_experts"): [{"num_experts": 6, "shared_expert_gate": True}],
+    ("num_shared_experts", "shared_expert_intermediate_size"): [
+        {"num_experts": 6, "num_shared_experts": 1, "shared_expert_intermediate_size": 9},
+    ],
+    ("swish_beta", "experts_layout", "num_experts"): [
+        {"num_experts": 6, "swish_beta": "learned", "experts_layout": "linear"},
+    ],
+    ("num_experts", "mlp_layer_types"): [{"num_experts": 6, "mlp_layer_types": ["dense"] * 3}],
+    ("router_type", "norm_topk_prob", "router_aux_loss_coef"): [
+        {**EXPERT_CHOICE, "norm_topk_prob": False},
+        {**EXPERT_CHOICE, "router_aux_loss_coef": 0.1},
+    ],
+    ("router_type", "router_jitter_noise"): [{"num_experts": 6, "router_type": "sparsemixer"}],
+    ("alibi_in_bf16", "topology"): [{"topology": "encoder", "position_encoding": "alibi", "alibi_in_bf16": True}],
+    ("alibi_scaled", "attention_scale_by_layer"): [
+        {"position_encoding": "alibi", "alibi_scaled": True, "attention_scale_by_layer": True},
+    ],
+    ("relative_attention_max_distance", "relative_attention_num_buckets"): [
+        {"position_encoding": "relative_bias", "relative_attention_num_buckets": 3},
+        {"position_encoding": "relative_bias", "relative_attention_max_distance": 16},
+    ],
+    ("positions_skip_padding", "pad_token_id", "position_encoding", "position_offset"): [
+        {"position_encoding": "sinusoidal", "positions_skip_padding": True},
+        {"position_encoding": "learned", "positions_skip_padding": True, "pad_token_id": 1},
+    ],
+    ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"): [
+        {**ONE_GROUP, "sliding_window": 5, "layer_types": MIXED["layer_types"]},
+        {**ONE_GROUP, "num_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+        {**ONE_GROUP, "nope_layers": [1]},
+        {**ONE_GROUP, "first_attention_norm": False},
+        {**ONE_GROUP, "attention_scale_by_layer": True},
+    ],
     ("topology", "parallel_block"): [{"topology": "encoder-decoder", "parallel_block": True}],
     ("topology", "attention_chunk_size"): [
         {"topology": "encoder", "attention_chunk_size": 5},
@@ -228,6 +261,7 @@ UNREAD: dict[str, Any] = {
     "q_lora_rank": 7,
     "latent_norm_eps": 0.5,
     "mla_cache": "expanded",
+    "clip_qkv": {**MLA},
     "qk_norm_type": "layernorm",
     "qk_norm_bias": True,
     "rope_interleaved": {"position_encoding": "learned"},
@@ -280,7 +314,7 @@ UNREAD: dict[str, Any] = {
     "experts_layout": "linear",
 }
 # Where it is the rest of the config that keeps it from being read, that is what stands above; the value stands here.
-UNREAD_VALUES = {"rope_interleaved": True, "nope_layers": [1], "first_attention_norm": False}
+UNREAD_VALUES = {"clip_qkv": 0.5, "rope_interleaved": True, "nope_layers": [1], "first_attention_norm": False}
 
 
 def test_every_refusal_has_an_example() -> None:
