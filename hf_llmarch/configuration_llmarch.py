@@ -370,8 +370,9 @@ class LlmArchConfig(
     """Configuration of every hf_llmarch model. Fields: see the mixins above, or `LlmArchConfig.switches()`.
 
     Raises:
-        ValueError: for a combination that cannot be, naming the fields (`RULES`, `NEEDS`); for an unknown keyword
-            that is close to a field's name; for RoPE bases that disagree.
+        ValueError: for an unknown keyword that is close to a field's name; for RoPE bases that disagree.
+        huggingface_hub.errors.StrictDataclassClassValidationError: for a combination that cannot be, naming the fields
+            (`RULES`, `NEEDS`); its cause is the ValueError.
         huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type or off the list.
     """
 
@@ -729,7 +730,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("sliding_window",),
-        lambda c: c.sliding_window is None or c.sliding_window >= 2,
+        lambda c: c.sliding_window is None or c.topology == "encoder" or c.sliding_window >= 2,
         "transformers' cache keeps sliding_window - 1 keys of the past, and at least one.",
     ),
     Rule(

@@ -251,7 +251,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
     ("classifier_pooling", "pooler"): [{"topology": "encoder", "classifier_pooling": "pooler"}],
     ("share_source_embeddings", "hidden_size", "source_stack"): [
         {"topology": "encoder-decoder", "source_stack": {"vocab_size": 50}},
-        {"topology": "encoder-decoder", "source_stack": {"hidden_size": 32}},
+        {"topology": "encoder-decoder", "source_stack": {"hidden_size": 36}},
     ],
     ("swish_beta", "hidden_act"): [{"swish_beta": 1.5, "hidden_act": "gelu"}],
 }
@@ -508,7 +508,7 @@ def test_keywords_of_from_pretrained_override_what_was_saved(tmp_path: Path) -> 
         {"num_attention_heads": 4},
         {"intermediate_size": 21},
         {"ffn_type": "mlp", "hidden_act": "relu2"},
-        {"norm_placement": "sandwich", "norm_type": "layernorm"},
+        {"norm_placement": "sandwich"},
         {"qk_norm": "head"},
         {"parallel_block": True},
         {"attention_bias": True, "attention_sinks": True},
@@ -533,6 +533,8 @@ def test_a_layer_may_differ_in_what_is_its_own(own: dict[str, Any], tmp_path: Pa
         ({"per_layer_config": {1: {"rope_interleaved": True}}}, "rope_interleaved"),
         ({"per_layer_config": {1: {"tie_word_embeddings": True}}}, "tie_word_embeddings"),
         ({"per_layer_config": {1: {"final_norm": False}}}, "final_norm"),
+        ({"per_layer_config": {1: {"norm_type": "layernorm"}}}, "norm_type"),
+        ({"per_layer_config": {1: {"num_experts": 4}}}, "num_experts"),
         ({"per_layer_config": {1: {"head_dim": 8}}}, "head_dim"),
         ({"topology": "encoder", "layer_groups": 1, "per_layer_config": {1: {"ffn_bias": True}}}, "layer_groups"),
         ({"position_encoding": "alibi", "per_layer_config": {1: {"num_attention_heads": 4}}}, "num_attention_heads"),
@@ -552,7 +554,7 @@ def test_a_layer_may_not_differ_in_what_the_model_has_once(switches: dict[str, A
 def test_rules_hold_in_each_layer() -> None:
     assert "num_key_value_heads=4" in refusal(per_layer_config={2: {"num_key_value_heads": 4}})
     assert "parallel_norms=2" in refusal(per_layer_config={0: {"parallel_norms": 2}})
-    assert "num_experts_per_tok=2" in refusal(per_layer_config={1: {"num_experts": 1}})
+    assert "num_experts_per_tok=4" in refusal(num_experts=3, per_layer_config={1: {"num_experts_per_tok": 4}})
 
 
 # -- tables and derived values ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Balance: the auxiliary losses against loops, the bias that no loss trains, and a view of both."""
 
+import gc
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
@@ -419,6 +420,14 @@ def one_of_two(rank: int, folder: str) -> None:
     """A process that trains on rows of its own; what it picked and the biases it ended with are written down."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    # In a function of its own: what it leaves behind must be gone before the group is, or tearing down may hang.
+    torch.save(trained_in_parallel(rank), f"{folder}/{rank}.pt")
+    gc.collect()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def trained_in_parallel(rank: int) -> dict[str, Any]:
     model = tiny_model(**{**LOSS_FREE, "num_hidden_layers": 5}).train()
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -430,8 +439,7 @@ def one_of_two(rank: int, folder: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     of_layers = [[p.flatten() for p in of_layer] for of_layer in picks]
-    torch.save({"picks": of_layers, "biases": biases(model)}, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return {"picks": of_layers, "biases": [bias.clone() for bias in biases(model)]}
 
 
 def test_two_processes_balance_what_both_have_seen(tmp_path: Path) -> None:

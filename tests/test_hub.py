@@ -183,7 +183,8 @@ def test_auto_classes_know_ours() -> None:
         if auto == "AutoConfig":
             assert type(mapping.for_model("llmarch")) is ours
         else:
-            config = tiny_config(**(BOTH if auto == "AutoModelForSeq2SeqLM" else {}))
+            stacks: dict[str, dict[str, Any]] = {"AutoModelForSeq2SeqLM": BOTH, "AutoModelForMaskedLM": ENCODER}
+            config = tiny_config(**stacks.get(auto, {}))
             assert type(mapping.from_config(config)) is ours
 
 
