@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -424,7 +425,8 @@ def one_of_two(rank: int, folder: str) -> None:
     torch.save(trained_in_parallel(rank), f"{folder}/{rank}.pt")
     gc.collect()
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    # Not by returning: a process group can wait for its own threads for ever, which wait for the interpreter's lock.
+    os._exit(0)
 
 
 def trained_in_parallel(rank: int) -> dict[str, Any]:
