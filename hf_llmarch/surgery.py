@@ -14,12 +14,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from hf_llmarch.conversion.checkpoint import CONFIG, TensorInfo, open_checkpoint, staged, write_json, write_tensors
+from hf_llmarch.conversion.convert import SMALL_FILES
+from hf_llmarch.conversion.errors import ConversionError, some
+from hf_llmarch.conversion.rules import Shape
+
 from .compat import code_files
 from .configuration_llmarch import ExpertsLayout, LlmArchConfig
-from .conversion.checkpoint import CONFIG, TensorInfo, open_checkpoint, staged, write_json, write_tensors
-from .conversion.convert import SMALL_FILES
-from .conversion.errors import ConversionError, some
-from .conversion.rules import Shape
 from .experts import EXPERT_LAYOUTS, SparseFeedForward
 from .modeling_llmarch import LlmArchPreTrainedModel
 
