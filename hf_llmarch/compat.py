@@ -45,7 +45,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     On CPU `F.linear` in fp32 goes to the BLAS that torch was built with, which on some processors is half as fast.
     """
     if (
-        x.dtype == torch.float32
+        x.dtype in (torch.float32, torch.bfloat16)
+        and weight.dtype == x.dtype
         and x.device.type == "cpu"
         and ONEDNN_LINEAR is not None
         and not torch.is_grad_enabled()

@@ -119,9 +119,15 @@ class Router(Fp32Buffers):
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return weights * self.scale
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Routing:
+        """Tokens `(N, C)`, of which those that are not `real` (N elements in any shape) are no load.
+
+        Counted here and not by the caller, who under expert parallelism gets one process's own numbers of experts.
+        """
         logits = self.logits(x)
         scores, indices = self.choose(logits)
+        if self.training and torch.is_grad_enabled():
+            self.count(indices, real)
         return logits, self.weigh(scores, indices), indices
 
     @torch.no_grad()
@@ -129,7 +135,7 @@ class Router(Fp32Buffers):
         """Add the picks `(N, K)` of real tokens to the load, which the next optimiser step balances."""
         if self.update_rate:
             picked = indices if real is None else indices[real.flatten()]
-            counts = picked.flatten().bincount(minlength=self.experts).float()
+            counts = picked.flatten().bincount(minlength=self.experts)
             self.load = counts if self.load is None else self.load + counts
             watch_optimizers()
             BALANCED.add(self)
@@ -289,25 +295,28 @@ class PackedExperts(nn.Module):
             # A loop over segments asks for their sizes, which a compiler does not know.
             chosen = "batched_mm" if torch.compiler.is_compiling() else "eager"
         implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
-        return implementation(self, hidden_states, top_k_index, top_k_weights)
+        # Weights in the tokens' dtype, as most of the host's routers give them: a product of mixed dtypes is slow.
+        return implementation(self, hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
 
     def groups_well(self, x: torch.Tensor) -> bool:
-        """Whether the grouped kernel takes these widths (rows of 16 bytes), and is the faster one.
+        """Whether the host's grouped product takes these widths, and is the faster one.
 
-        It has no CPU form, and its stand-in is slower than segments where no gradient is due.
+        Its kernel wants rows of whole 16 bytes; compiled, in other dtypes than bf16, it is a loop that does not. On CPU
+        segments are faster in fp32 where no gradient is due, and one token needs no grouping.
         """
+        compiling = torch.compiler.is_compiling()
+        evaluates_on_cpu = x.device.type == "cpu" and not (compiling or torch.is_grad_enabled())
+        if evaluates_on_cpu and (x.dtype == torch.float32 or len(x) == 1):
+            return False
         aligned = not any(width * x.element_size() % 16 for width in (self.hidden_dim, self.intermediate_dim))
-        return aligned and (x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        return aligned or (compiling and x.dtype != torch.bfloat16)
 
     def segments(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """One matrix product an expert, over its tokens brought together by sorting."""
-        # Unbound once: indexing a packed weight in the loop costs a full zero gradient for every expert.
-        up, down = getattr(self, self.up_name).unbind(0), self.down_proj.unbind(0)
-        none = [None] * self.num_experts
-        up_bias = getattr(self, f"{self.up_name}_bias").unbind(0) if self.has_bias else none
-        down_bias = self.down_proj_bias.unbind(0) if self.has_bias else none
+        up, down = self.by_expert(self.up_name), self.by_expert("down_proj")
+        up_bias, down_bias = self.by_expert(f"{self.up_name}_bias"), self.by_expert("down_proj_bias")
 
         def run(expert: int, x: torch.Tensor) -> torch.Tensor:
             inner = linear(x, up[expert], up_bias[expert])
@@ -315,6 +324,16 @@ class PackedExperts(nn.Module):
             return linear(inner, down[expert], down_bias[expert])
 
         return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def by_expert(self, name: str) -> Any:
+        """A packed parameter, to be indexed by expert.
+
+        Unbound once where a gradient is due: indexing it costs a full zero gradient for every expert.
+        """
+        packed = getattr(self, name, None)
+        if packed is None:
+            return [None] * self.num_experts
+        return packed.unbind(0) if torch.is_grad_enabled() else packed
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim} -> {self.intermediate_dim}, bias={self.has_bias}"
@@ -345,6 +364,8 @@ def by_segments(
 
     An index of `experts` is nobody's (expert parallelism sends it for tokens that live elsewhere) and adds nothing.
     """
+    if len(x) == 1 and not torch.is_grad_enabled():
+        return one_token(run, experts, x, indices[0].tolist(), weights[0])
     flat = indices.flatten()
     order = flat.argsort(stable=True)
     rows = order // indices.shape[-1]
@@ -357,6 +378,22 @@ def by_segments(
     kept = sum(counts[:experts])
     out = torch.cat(outputs) * weights.flatten()[order[:kept], None]
     return result.index_add_(0, rows[:kept], out.to(x.dtype))
+
+
+def one_token(
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    experts: int,
+    x: torch.Tensor,
+    picks: list[int],
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The same for one token `(1, C)`, where there is nothing to bring together: decoding is made of these."""
+    here = [k for k, e in enumerate(picks) if e < experts]
+    if not here:
+        return torch.zeros_like(x)
+    outputs = torch.cat([run(picks[k], x) for k in here])
+    weights = weights if len(here) == len(picks) else weights[here]
+    return (outputs * weights[:, None]).sum(0, keepdim=True).to(x.dtype)
 
 
 EXPERT_LAYOUTS: dict[str, type[nn.Module]] = {"packed": PackedExperts, "linear": LinearExperts}
@@ -388,9 +425,7 @@ class SparseFeedForward(nn.Module):
     def routed(self, x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         """Each token goes to the experts it picks."""
         tokens = x.flatten(0, -2)
-        logits, weights, indices = self.gate(tokens)
-        if self.training and torch.is_grad_enabled():
-            self.gate.count(indices, real)
+        logits, weights, indices = self.gate(tokens, real)
         if self.capacity is not None:
             weights, indices = self.within_capacity(x, logits, indices, self.capacity, real)
         return self.experts(tokens, indices, weights).view_as(x)
@@ -490,7 +525,7 @@ def update_selection_bias(router: Router) -> None:
     bias, load = cast(torch.Tensor, router.e_score_correction_bias), cast(torch.Tensor, router.load)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(load)
-    bias += router.update_rate * torch.sign(load.mean() - load)
+    bias += router.update_rate * torch.sign(load.sum() - router.experts * load)  # of mean - load, in whole numbers
     router.load = None
 
 
