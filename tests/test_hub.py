@@ -110,6 +110,8 @@ def build(name: str) -> Any:
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh process in a folder, with a cache of remote code of its own, and no input to answer prompts with."""
+    # As many threads as here: with another number, sums are added up in another order.
+    environment = {"OMP_NUM_THREADS": str(torch.get_num_threads()), **environment}
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTEST_CURRENT_TEST")}
     options: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 300}
     return subprocess.run(
