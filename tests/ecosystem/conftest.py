@@ -1,0 +1,57 @@
+"""Tests that run other people's tools on our models. Each says with `@pytest.mark.shows(topic, line, *tools)` what it
+shows; `--report FILE` writes what was run, with the versions, and scripts/ecosystem.py makes docs/ecosystem.md of it.
+
+A file is collected where its tools are installed: `make ecosystem` has an environment for every one of them.
+"""
+
+import importlib.util
+import json
+import platform
+from collections.abc import Generator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The modules that a file of this folder imports, where they are more than the package itself depends on.
+TOOLS: dict[str, tuple[str, ...]] = {}
+
+collect_ignore = [name for name, tools in TOOLS.items() if not all(map(importlib.util.find_spec, tools))]
+
+HOST = ("transformers", "torch")
+OUTCOMES = pytest.StashKey[dict[tuple[str, str], dict[str, Any]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--report", type=Path, help="write what the tests of tests/ecosystem showed, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[OUTCOMES] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    for mark in item.iter_markers("shows"):
+        topic, line, *tools = mark.args
+        row = item.config.stash[OUTCOMES].setdefault(
+            (topic, line), {"tools": {tool: version(tool) for tool in (*tools, *HOST)}, "status": "passed", "tests": 0}
+        )
+        row["tests"] += call.when == "call"
+        if report.failed:
+            row["status"] = "failed"
+        elif report.skipped and row["status"] == "passed":
+            row["status"] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else "skipped")
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--report", None)
+    if path:
+        rows = [{"topic": topic, "line": line, **row} for (topic, line), row in session.config.stash[OUTCOMES].items()]
+        rows.sort(key=lambda row: (row["topic"], row["line"]))
+        path.write_text(json.dumps({"python": platform.python_version(), "rows": rows}, indent=1) + "\n")
