@@ -32,7 +32,7 @@ FFNType = Literal["mlp", "glu"]
 NormType = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "sandwich", "branch"]
 RopeType = Literal["default", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"]
-ClassifierPooling = Literal["last", "first", "mean", "pooler"]
+ClassifierPooling = Literal["last", "first", "mean", "pooler", "eos"]
 RouterType = Literal["top_k", "sparsemixer", "expert_choice"]
 RouterScore = Literal["softmax", "sigmoid"]
 RouterGroupScore = Literal["max", "top2"]
@@ -319,7 +319,9 @@ class EndSwitches:
     head_bias: bool = switch(True, "Biases of those two dense layers.")
     pooler: bool = switch(False, "Encoder: a dense layer with tanh on the first token (BERT).")
     classifier_pooling: ClassifierPooling = switch(
-        "last", "What a sequence classifier reads: the last real token, the first, their mean, or the pooler's output."
+        "last",
+        "What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, "
+        "the text's last end token (BART).",
     )
     classifier_dense: bool = switch(False, "A dense layer with `classifier_act` before the classifier (RoBERTa).")
     token_head_dense: bool = switch(
@@ -328,7 +330,8 @@ class EndSwitches:
     classifier_act: str = switch("tanh", "Activation of the classifier's dense layer.")
     classifier_norm: bool = switch(False, "A norm after it (ModernBERT).")
     classifier_bias: bool = switch(False, "Bias of the classifiers' last layer (question answering always has one).")
-    classifier_dropout: Number = switch(0.0, "Dropout before the task heads' layers, in training.")
+    classifier_dropout: Number = switch(0.0, "Dropout before the task heads' last layer, in training.")
+    classifier_input_dropout: bool = switch(False, "The same before the classifier's dense layer (RoBERTa, BART).")
     logit_scale: Number = switch(1.0, "Factor on the logits (Command R).")
     final_logit_softcapping: Number | None = switch(None, "Bound c on the logits, c * tanh(logit / c) (Gemma 2).")
 
@@ -922,6 +925,11 @@ RULES: tuple[Rule, ...] = (
         "the classifier reads the pooler's output: set pooler=True.",
     ),
     Rule(
+        ("classifier_pooling", "eos_token_id"),
+        lambda c: c.classifier_pooling != "eos" or c.eos_token_id is not None,
+        "the classifier reads the state of a text's last end token: set eos_token_id.",
+    ),
+    Rule(
         ("share_source_embeddings", "hidden_size", "source_stack"),
         lambda c: (
             not (
@@ -966,6 +974,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "head_bias": ("lm_head_transform or classifier_dense", lambda c: c.lm_head_transform or c.classifier_dense),
     "classifier_act": equals("classifier_dense", True),
     "classifier_norm": equals("classifier_dense", True),
+    "classifier_input_dropout": equals("classifier_dense", True),
     "source_stack": equals("topology", "encoder-decoder"),
     "wrap_decoder_start": equals("topology", "encoder-decoder"),
     "share_source_embeddings": equals("topology", "encoder-decoder"),

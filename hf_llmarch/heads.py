@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
-from .embeddings import Scale, SoftCap, chain
+from .embeddings import Scale, SoftCap, chain, dropout
 from .feedforward import activation, named_activation
 from .norms import norm
 
@@ -38,16 +38,17 @@ class HeadTransform(nn.Module):
 
 
 class ClassifierTransform(nn.Module):
-    """norm(act(dense(x))) of the classifier's own width; the norm where the config has one."""
+    """norm(act(dense(x))) of the classifier's own width; dropout before it and the norm where the config has them."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
+        self.dropout = chain(dropout(config.classifier_dropout) if config.classifier_input_dropout else None)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
         self.act_fn = named_activation("classifier_act", config.classifier_act)
         self.norm = chain(norm(config) if config.classifier_norm else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.act_fn(self.dense(x)))
+        return self.norm(self.act_fn(self.dense(self.dropout(x))))
 
 
 def logits_transform(config: LlmArchConfig) -> nn.Module:
@@ -68,27 +69,27 @@ def output_head(config: LlmArchConfig) -> nn.Linear:
     return nn.Linear(width, config.vocab_size, bias=config.lm_head_bias)
 
 
-# -- pooling: hidden states (B, T, C), the pooler's output, real tokens (B, T) -> (B, C) ------------------------------
+# -- pooling: hidden states (B, T, C), the pooler's output, tokens that may be read (B, T) -> (B, C) -------------------
 
 Pooling = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def pool_last(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
-    """The last real token, wherever the padding is."""
-    index = (torch.arange(x.shape[1], device=x.device) * real).argmax(-1)
+def pool_last(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+    """The last readable token, wherever the padding is."""
+    index = (torch.arange(x.shape[1], device=x.device) * readable).argmax(-1)
     return x[torch.arange(x.shape[0], device=x.device), index]
 
 
-def pool_first(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+def pool_first(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
-def pool_mean(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
-    weights = real[..., None].to(x.dtype)
+def pool_mean(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+    weights = readable[..., None].to(x.dtype)
     return (x * weights).sum(1) / weights.sum(1)
 
 
-def pool_pooler(x: torch.Tensor, pooled: torch.Tensor | None, real: torch.Tensor) -> torch.Tensor:
+def pool_pooler(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, pooled)
 
 
@@ -97,4 +98,5 @@ POOLINGS: dict[ClassifierPooling, Pooling] = {
     "first": pool_first,
     "mean": pool_mean,
     "pooler": pool_pooler,
+    "eos": pool_last,
 }

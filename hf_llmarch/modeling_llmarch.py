@@ -1,6 +1,7 @@
 """The models: one base model, and a class for each task. Parts are chosen in `__init__`; `forward` holds no switch."""
 
 import copy
+from dataclasses import fields
 from typing import Any, cast, get_args
 
 import torch
@@ -18,11 +19,14 @@ from transformers.modeling_outputs import (
     QuestionAnsweringModelOutput,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
+    Seq2SeqMoEModelOutput,
+    Seq2SeqQuestionAnsweringModelOutput,
+    Seq2SeqSequenceClassifierOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils import ModelOutput, can_return_tuple, logging
+from transformers.utils import ModelOutput, can_return_tuple, logging, torch_compilable_check
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
@@ -34,10 +38,21 @@ from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .norms import norm
-from .parallel import expert_parallel_plan, tensor_parallel_plan
+from .parallel import (
+    expert_parallel_plan,
+    keep_whole,
+    pick_heads,
+    pipeline_plan,
+    refuse_sizes,
+    tensor_parallel_plan,
+)
 from .positions import PADDING, POSITIONS
 
 logger = logging.get_logger(__name__)
+
+# The modules that quantisers leave alone: gates, heads that a task has yet to train, and of MLA the narrow projections
+# that every head reads and the one whose matrix absorbed decoding folds.
+UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
 
 
 def layer_masks(
@@ -74,9 +89,42 @@ def by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | 
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
 
 
+def two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
+    """The outputs of an encoder and of the decoder that has read it, under the host's names for both."""
+    routed = "router_logits" in encoded or "router_logits" in decoded
+    fields = {"last_hidden_state": decoded["last_hidden_state"], CACHE: decoded.get(CACHE)}
+    fields["cross_attentions"] = decoded.get("cross_attentions")
+    fields["encoder_last_hidden_state"] = encoded["last_hidden_state"]
+    for side, outputs in (("encoder", encoded), ("decoder", decoded)):
+        for name in ("hidden_states", "attentions", *(("router_logits",) if routed else ())):
+            fields[f"{side}_{name}"] = outputs.get(name)
+    return (Seq2SeqMoEModelOutput if routed else Seq2SeqModelOutput)(**fields)
+
+
 def labelled(labels: torch.Tensor) -> torch.Tensor:
     """How many labels each row has, `(batch,)`."""
     return (labels != -100).sum(-1)
+
+
+def shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens moved one to the right behind the start token (or the text's own last one, `wrap_decoder_start`), padding
+    in place of -100.
+
+    Raises:
+        ValueError: where the config names no start token, or no padding token to find the last one by.
+    """
+    start, pad = config.decoder_start_token_id, config.pad_token_id
+    if config.wrap_decoder_start:
+        if pad is None:
+            raise ValueError("pad_token_id is None: set it on the config, a text's last label is found by it.")
+        last = ((tokens != -100) & (tokens != pad)).sum(-1, keepdim=True) - 1
+        first = tokens.gather(1, last.clamp(min=0))
+    elif start is None:
+        raise ValueError("decoder_start_token_id is None: set it on the config, labels are shifted behind it.")
+    else:
+        first = torch.full_like(tokens[:, :1], start)
+    shifted = torch.cat((first, tokens[:, :-1]), dim=-1)
+    return shifted.masked_fill(shifted == -100, cast(int, start if pad is None else pad))
 
 
 class LlmArchPreTrainedModel(PreTrainedModel):
@@ -96,6 +144,8 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     }
     # A router's bias moves by small steps that bf16 cannot hold.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    # Where quantisers look; in fp16 it would mean more (`_get_dtype_plan`). They match it from a name's beginning on.
+    _keep_in_fp32_modules = [rf"(.*\.)?{name}" for name in UNQUANTISED]
     # The host would look for a decorator's name in this file; ours dispatches in `experts.py`.
     _can_set_experts_implementation_cached_value = True
 
@@ -142,6 +192,28 @@ class LlmArchPreTrainedModel(PreTrainedModel):
             if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
                 module.config._attn_implementation = self.config._attn_implementation
 
+    @property
+    def supports_context_parallel(self) -> bool:
+        """Whether sequences can be cut across devices: the host then drops masks and what is added to scores."""
+        causal = self.config.topology == "decoder" and set(self.config.layer_types) == {"full_attention"}
+        return causal and not self.demands
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
+        """As the host's; keys and values of fewer heads than devices are made on each of them."""
+        if distributed_config is None or not any(args):
+            return super().maybe_distribute_model(model, distributed_config, *args)
+        refuse_sizes(model.config, distributed_config)
+        declared, size = dict(model.tp_plan), distributed_config.tp_size
+        whole = keep_whole(model, size) if size > 1 and distributed_config.tp_plan != {} else []
+        model = super().maybe_distribute_model(model, distributed_config, *args)
+        for attention in whole:
+            pick_heads(attention, model._device_mesh if model._device_mesh.ndim == 1 else model._device_mesh["tp"])
+        if whole:
+            # `generate` asks it whether every device has an equal share of the heads, which these do not.
+            model.tp_plan = declared
+        return model
+
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         checkpoint = kwargs.get("gradient_checkpointing_func")
         if self.weighs_balance and getattr(checkpoint, "keywords", {}).get("use_reentrant"):
@@ -158,6 +230,10 @@ class LlmArchPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
         else:
             cast(Any, module).init_weights(self.config.initializer_range)
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        plan = super()._get_dtype_plan(dtype)
+        return {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
 
     @property
     def weighs_balance(self) -> bool:
@@ -211,6 +287,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         # On the instance, where the host has them on the class: they depend on the config.
         plans: Any = config
         plans.base_model_tp_plan, plans.base_model_ep_plan = tensor_parallel_plan(config), expert_parallel_plan(config)
+        plans.base_model_pp_plan = pipeline_plan(config)
         width = config.embedding_size or config.hidden_size
         self.embed_tokens = token_embedding(config)
         self.embed_types = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
@@ -237,8 +314,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         """One embedding for two stacks, tied whether or not the head is (where the host would stop)."""
         return dict(self._tied_weights_keys or {})
 
-    @merge_with_config_defaults
-    @capture_outputs
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -264,29 +340,60 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 are documents packed together, and do not see each other when neither mask nor cache is given.
             cache: keys and values so far; also accepted as `past_key_values`, its name before transformers 5.24.
             token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
-            encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads.
+            encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads. None: the
+                encoder is run first, on `input_ids` and `attention_mask`.
             encoder_attention_mask: `(batch, source length)`, its padding.
-            decoder_input_ids: encoder-decoder: the decoder's tokens. With them, `input_ids` and `attention_mask` are
-                the encoder's, which is run first.
+            decoder_input_ids: the decoder's tokens, where the encoder is run. None: `input_ids`, moved to the right.
             decoder_attention_mask: as `attention_mask`, for them.
 
         Returns:
-            `last_hidden_state` `(batch, length, hidden_size)`, the cache, and with a pooler `pooler_output`.
+            `last_hidden_state` `(batch, length, hidden_size)`, the cache, and with a pooler `pooler_output`; of an
+            encoder that was run, its states.
 
         Raises:
-            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when an encoder-decoder has
-                nothing to read; when the attention implementation set on the config would ignore one of its switches.
+            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when an encoder is to be read
+                that there is not; when the attention implementation set on the config would ignore one of its switches.
         """
-        encoded = None
-        if self.encoder is None and (decoder_input_ids is not None or encoder_hidden_states is not None):
-            raise ValueError(f"topology={self.config.topology!r} has no encoder to read from: leave out its arguments.")
-        if decoder_input_ids is not None and self.encoder is not None:
-            encoded = self.encoder(
-                input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids
-            )
-            token_type_ids = None
-            encoder_hidden_states, encoder_attention_mask = encoded.last_hidden_state, cast(Any, attention_mask)
-            input_ids, attention_mask, inputs_embeds = decoder_input_ids, decoder_attention_mask, None
+        # Whole outputs are needed here; the caller's wish for a tuple is met around this method.
+        kwargs["return_dict"] = True
+        given: dict[str, Any] = {"cache": cache, "past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
+        if self.encoder is None:
+            if decoder_input_ids is not None or encoder_hidden_states is not None:
+                raise ValueError(
+                    f"topology={self.config.topology!r} has no encoder to read from: leave out its arguments."
+                )
+            return self.run_layers(input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **given)
+        if encoder_hidden_states is not None:
+            given |= {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
+            return self.run_layers(input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **given)
+        if decoder_input_ids is None:
+            if input_ids is None:
+                raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
+            decoder_input_ids = shift_right(self.config, input_ids)
+        encoded = self.encoder(
+            input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
+        )
+        given |= {"encoder_hidden_states": encoded.last_hidden_state, "encoder_attention_mask": attention_mask}
+        outputs = self.run_layers(decoder_input_ids, decoder_attention_mask, position_ids, **given)
+        return two_stacks(encoded, outputs)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def run_layers(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """One stack, from its embedding to its last norm. Arguments: see `forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         if not honours(self.config._attn_implementation, self.demands):
@@ -323,7 +430,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
                 **placed,
                 **kwargs,
             )
-        return self.output(self.final_dropout(self.norm(x)), past, encoded)
+        return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
         own = DynamicCache(config=self.config)
@@ -346,15 +453,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
         if self.encoder is None:
             return ()
         if states is None:
-            raise ValueError("An encoder-decoder reads an encoder: give decoder_input_ids, or encoder_hidden_states.")
+            raise ValueError("An encoder-decoder's decoder reads an encoder: give encoder_hidden_states.")
         full = BIDIRECTIONAL_MASKS["full_attention"]
         mask = full(config=self.config, inputs_embeds=x, attention_mask=mask, encoder_hidden_states=states)
         return states, mask
 
-    def output(self, x: torch.Tensor, cache: Cache | None, encoded: BaseModelOutput | None) -> Any:
+    def output(self, x: torch.Tensor, cache: Cache | None) -> Any:
         fields: dict[str, Any] = {"last_hidden_state": x, CACHE: cache}
-        if encoded is not None:
-            return Seq2SeqModelOutput(**fields, encoder_last_hidden_state=encoded.last_hidden_state)
         if self.pooler is not None:
             return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=self.pooler(x))
         dense = self.config.num_experts is None
@@ -406,6 +511,11 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         if self.looks_ahead:
             raise ValueError("router_type='expert_choice' cannot generate: its experts pick among tokens yet to come.")
         cache, lengths = kwargs.get(CACHE), self.config.rope_switch_lengths
+        if cache is not None and hasattr(self, "_pp_stage"):
+            raise ValueError(
+                "A stage of a pipeline caches its own layers, and the host counts what the first layer has: without a "
+                "cache, generate(use_cache=False), tokens are right."
+            )
         if cache is not None and lengths:
             seen = int(cache.get_seq_length())
             if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
@@ -476,6 +586,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
 
     topologies = frozenset({"encoder-decoder"})
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -486,24 +597,8 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels moved one to the right behind the start token (or the text's own last label, `wrap_decoder_start`),
-        padding in place of -100.
-
-        Raises:
-            ValueError: where the config names no start token, or no padding token to find the last label by.
-        """
-        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
-        if self.config.wrap_decoder_start:
-            if pad is None:
-                raise ValueError("pad_token_id is None: set it on the config, a text's last label is found by it.")
-            last = ((labels != -100) & (labels != pad)).sum(-1, keepdim=True) - 1
-            first = labels.gather(1, last.clamp(min=0))
-        elif start is None:
-            raise ValueError("decoder_start_token_id is None: set it on the config, labels are shifted behind it.")
-        else:
-            first = torch.full_like(labels[:, :1], start)
-        shifted = torch.cat((first, labels[:, :-1]), dim=-1)
-        return shifted.masked_fill(shifted == -100, cast(int, start if pad is None else pad))
+        """What the decoder reads in training, see `shift_right`; the host's collators call it."""
+        return shift_right(self.config, labels)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.
@@ -607,67 +702,21 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
         return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
 
 
-class LlmArchForMaskedLM(LlmArchPreTrainedModel):
-    """The base model with a head over the vocabulary, for filling in masked tokens."""
+class LlmArchTaskModel(LlmArchPreTrainedModel):
+    """The base model, what makes logits of its states, and the loss by labels. Subclasses say the last two.
 
-    topologies = frozenset({"encoder"})
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    An encoder-decoder's heads read the states of its decoder, which is given the text once more, moved to the right
+    (BART).
+    """
 
-    def __init__(self, config: LlmArchConfig):
-        super().__init__(config)
-        self.model = LlmArchModel(config)
-        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
-        self.lm_head = output_head(config)
-        self.logits = logits_transform(config)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """`labels (batch, length)` are the tokens behind the masks, -100 elsewhere; `logits (batch, length, vocab)`."""
-        kwargs.setdefault("output_router_logits", labels is not None and self.balances)
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state)))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            items = kwargs.get("num_items_in_batch")
-            loss = self.with_auxiliary(loss, outputs, attention_mask, labelled(labels), items)
-        return MaskedLMOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
-class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
-    """The base model with a class for a text; regression, single- or multi-label by `problem_type`."""
-
-    topologies = frozenset({"decoder", "encoder"})
+    output_class: type[ModelOutput]
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LlmArchModel(config)
-        self.pool = POOLINGS[config.classifier_pooling]
-        self.head = classifier_transform(config, config.classifier_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
-        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
-        self.post_init()
 
+    # Every argument by its name: pipelines, Trainer and PEFT read this signature.
     @can_return_tuple
     def forward(
         self,
@@ -678,14 +727,21 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutput:
-        """`labels (batch,)` are classes, or numbers for regression; `(batch, num_labels)` for several labels.
+    ) -> ModelOutput:
+        """
+        Args:
+            labels: see the class.
+            use_cache: without effect, as nothing is generated; `cache` or `past_key_values` are read where given.
+            decoder_input_ids: of an encoder-decoder; None: `input_ids`, moved to the right.
+            num_items_in_batch: (keyword) divide the summed loss by it, so that gradient accumulation is exact.
 
-        Returns `logits (batch, num_labels)`.
-
-        Raises:
-            ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`).
+        Returns:
+            `loss` if there are labels, `logits`, and what was asked for of the base model's outputs.
         """
         kwargs.setdefault("output_router_logits", labels is not None and self.balances)
         outputs = self.model(
@@ -694,19 +750,120 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
             token_type_ids=token_type_ids,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            use_cache=False,
+            cache=cache,
+            past_key_values=past_key_values,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            return_dict=True,
             **kwargs,
         )
-        x = outputs.last_hidden_state
-        real = self.real(x, input_ids, attention_mask)
-        logits = self.score(self.dropout(self.head(self.pool(x, outputs.get("pooler_output"), real))))
+        logits = self.predict(outputs, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            loss = self.with_auxiliary(loss, outputs, attention_mask, torch.ones_like(logits[:, 0]), None)
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+            loss, items = self.compare(logits, labels, **kwargs), self.items(labels)
+            for stack, states, mask in self.stacks(outputs, attention_mask, decoder_attention_mask):
+                loss = stack.with_auxiliary(loss, states, mask, items, kwargs.get("num_items_in_batch"))
+        return self.results(loss, logits, outputs)
+
+    def predict(
+        self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits of the base model's outputs."""
+        raise NotImplementedError
+
+    def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The loss."""
+        raise NotImplementedError
+
+    def items(self, labels: torch.Tensor) -> torch.Tensor:
+        """How many numbers of the loss each row has, `(batch,)`."""
+        return labelled(labels.flatten(1) if labels.dim() > 1 else labels[:, None])
+
+    def stacks(
+        self, outputs: Any, attention_mask: Any, decoder_attention_mask: Any
+    ) -> list[tuple[LlmArchPreTrainedModel, Any, Any]]:
+        """Each stack, its states and routers, and the mask over what it has read."""
+        if self.model.encoder is None:
+            return [(self.model, outputs, attention_mask)]
+        encoded, decoded = (
+            {"last_hidden_state": outputs[states], "router_logits": outputs.get(f"{side}_router_logits")}
+            for side, states in (("encoder", "encoder_last_hidden_state"), ("decoder", "last_hidden_state"))
         )
+        return [(self.model.encoder, encoded, attention_mask), (self.model, decoded, decoder_attention_mask)]
+
+    def results(self, loss: torch.Tensor | None, logits: torch.Tensor, outputs: ModelOutput) -> ModelOutput:
+        return self.output_class(loss=loss, logits=logits, **self.carried(outputs))
+
+    def carried(self, outputs: ModelOutput) -> dict[str, Any]:
+        """Those outputs of the base model that the task's have a place for."""
+        known = {f.name for f in fields(self.output_class)}
+        return {name: value for name, value in outputs.items() if name in known}
+
+
+class LlmArchForMaskedLM(LlmArchTaskModel):
+    """The base model with a head over the vocabulary, for filling in masked tokens.
+
+    `labels (batch, length)` are the tokens behind the masks, -100 elsewhere; `logits (batch, length, vocab_size)`.
+    """
+
+    topologies = frozenset({"encoder"})
+    output_class = MaskedLMOutput
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
+        self.lm_head = output_head(config)
+        self.logits = logits_transform(config)
+        self.post_init()
+
+    def predict(
+        self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.logits(self.lm_head(self.transform(outputs["last_hidden_state"])))
+
+    def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+
+class LlmArchForSequenceClassification(LlmArchTaskModel):
+    """The base model with a class for a text; regression, single- or multi-label by `problem_type`.
+
+    `labels (batch,)` are classes, or numbers for regression; `(batch, num_labels)` for several labels;
+    `logits (batch, num_labels)`.
+
+    Raises:
+        ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`); for a text
+            without an end, where the classifier reads its state (`classifier_pooling="eos"`).
+    """
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        two = config.topology == "encoder-decoder"
+        self.output_class = Seq2SeqSequenceClassifierOutput if two else SequenceClassifierOutput
+        self.pool = POOLINGS[config.classifier_pooling]
+        self.readable = self.ends if config.classifier_pooling == "eos" else self.real
+        self.head = classifier_transform(config, config.classifier_dense)
+        self.dropout = chain(dropout(config.classifier_dropout))
+        self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
+        self.post_init()
+
+    def predict(
+        self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        x = outputs["last_hidden_state"]
+        readable = self.readable(x, input_ids, attention_mask)
+        return self.score(self.dropout(self.head(self.pool(x, outputs.get("pooler_output"), readable))))
+
+    def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        items = kwargs.get("num_items_in_batch")
+        if items is None or self.config.problem_type == "single_label_classification":
+            return loss
+        # The host's means over numbers do not know how many there are in the other micro-batches.
+        return loss * labels.numel() / items
 
     def real(
         self, x: torch.Tensor, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
@@ -721,70 +878,65 @@ class LlmArchForSequenceClassification(LlmArchPreTrainedModel):
             raise ValueError("A batch of several texts needs an attention_mask, or a pad_token_id in the config.")
         return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
+    def ends(
+        self, x: torch.Tensor, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`(batch, length)`, True where a real token is one that ends a text."""
+        if input_ids is None or input_ids.shape != x.shape[:2]:
+            raise ValueError(
+                "classifier_pooling='eos' reads the state of the text's own last end token: give input_ids, and to an "
+                "encoder-decoder as many decoder_input_ids (or none)."
+            )
+        ends = torch.isin(input_ids, torch.tensor(self.config.eos_token_id, device=input_ids.device))
+        real = real_tokens(attention_mask, x.shape[1])
+        ends = ends if real is None else ends & real
+        torch_compilable_check(
+            ends.any(-1).all(), "classifier_pooling='eos': a text of this batch has no eos_token_id (cut off?)."
+        )
+        return ends
 
-class LlmArchForTokenClassification(LlmArchPreTrainedModel):
-    """The base model with a class for each token."""
+
+class LlmArchForTokenClassification(LlmArchTaskModel):
+    """The base model with a class for each token.
+
+    `labels (batch, length)`, -100 is ignored; `logits (batch, length, num_labels)`.
+    """
 
     topologies = frozenset({"decoder", "encoder"})
+    output_class = TokenClassifierOutput
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = LlmArchModel(config)
         self.head = classifier_transform(config, config.token_head_dense)
         self.dropout = chain(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> TokenClassifierOutput:
-        """`labels (batch, length)`, -100 is ignored; `logits (batch, length, num_labels)`."""
-        kwargs.setdefault("output_router_logits", labels is not None and self.balances)
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        logits = self.score(self.dropout(self.head(outputs.last_hidden_state)))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config, **kwargs)
-            items = kwargs.get("num_items_in_batch")
-            loss = self.with_auxiliary(loss, outputs, attention_mask, labelled(labels), items)
-        return TokenClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
+    def predict(
+        self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.score(self.dropout(self.head(outputs["last_hidden_state"])))
+
+    def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.loss_function(logits, labels, self.config, **kwargs)
 
 
-class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
-    """The base model with the start and the end of an answer in the text."""
+class LlmArchForQuestionAnswering(LlmArchTaskModel):
+    """The base model with the start and the end of an answer in the text.
 
-    topologies = frozenset({"decoder", "encoder"})
+    `start_positions` and `end_positions` `(batch,)` are token indices; there is a logit a token for each.
+    """
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.model = LlmArchModel(config)
+        two = config.topology == "encoder-decoder"
+        self.output_class = Seq2SeqQuestionAnsweringModelOutput if two else QuestionAnsweringModelOutput
         self.head = classifier_transform(config, config.token_head_dense)
         self.dropout = chain(dropout(config.classifier_dropout))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -794,28 +946,40 @@ class LlmArchForQuestionAnswering(LlmArchPreTrainedModel):
         start_positions: torch.Tensor | None = None,
         end_positions: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        decoder_input_ids: torch.Tensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> QuestionAnsweringModelOutput:
-        """`start_positions` and `end_positions` `(batch,)` are token indices; returns a logit a token for each."""
-        kwargs.setdefault("output_router_logits", start_positions is not None and self.balances)
-        outputs = self.model(
+    ) -> ModelOutput:
+        """As the other heads', with two labels a text."""
+        both = start_positions is not None and end_positions is not None
+        return super().forward(
             input_ids,
             attention_mask,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            torch.stack((start_positions.flatten(), end_positions.flatten()), dim=-1) if both else None,
+            use_cache,
+            cache,
+            past_key_values,
+            decoder_input_ids,
+            decoder_attention_mask,
             **kwargs,
         )
-        start, end = self.qa_outputs(self.dropout(self.head(outputs.last_hidden_state))).unbind(-1)
-        loss = None
-        if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start, end, start_positions, end_positions, **kwargs)
-            loss = self.with_auxiliary(loss, outputs, attention_mask, torch.ones_like(start[:, 0]), None)
-        return QuestionAnsweringModelOutput(
-            loss=loss,
-            start_logits=start.contiguous(),
-            end_logits=end.contiguous(),
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+
+    def predict(
+        self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.qa_outputs(self.dropout(self.head(outputs["last_hidden_state"])))
+
+    def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.loss_function(*logits.unbind(-1), *labels.unbind(-1), **kwargs)
+
+    def items(self, labels: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(labels[:, 0])
+
+    def results(self, loss: torch.Tensor | None, logits: torch.Tensor, outputs: ModelOutput) -> ModelOutput:
+        start, end = (part.contiguous() for part in logits.unbind(-1))
+        return self.output_class(loss=loss, start_logits=start, end_logits=end, **self.carried(outputs))

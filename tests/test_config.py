@@ -249,6 +249,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"topology": "encoder", "layer_groups": 2},
     ],
     ("classifier_pooling", "pooler"): [{"topology": "encoder", "classifier_pooling": "pooler"}],
+    ("classifier_pooling", "eos_token_id"): [{"classifier_pooling": "eos"}],
     ("share_source_embeddings", "hidden_size", "source_stack"): [
         {"topology": "encoder-decoder", "source_stack": {"vocab_size": 50}},
         {"topology": "encoder-decoder", "source_stack": {"hidden_size": 36}},
@@ -278,6 +279,7 @@ UNREAD: dict[str, Any] = {
     "head_bias": False,
     "classifier_act": "relu",
     "classifier_norm": True,
+    "classifier_input_dropout": True,
     "token_head_dense": True,
     "source_stack": {"num_hidden_layers": 2},
     "share_source_embeddings": False,
