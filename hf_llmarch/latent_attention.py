@@ -4,7 +4,7 @@ DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key
 `R` the head parts without and with position, `V` value head width.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
 from .norms import norm
+from .parallel import own_rows
 
 
 class LatentAttention(ScoredAttention):
@@ -88,12 +89,12 @@ class LatentAttention(ScoredAttention):
     def absorbs(self, queries: int, keys: int, mask: Any) -> bool:
         """Whether absorbing costs fewer multiplications a head, and can be done here.
 
-        The projection must be a plain one: a quantised, adapted, sharded or offloaded weight is not the matrix to fold.
+        The projection must be a plain one: a quantised, adapted or offloaded weight is not the matrix to fold.
         """
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
-        if type(up_proj) is not nn.Linear or type(up_proj.weight) is not nn.Parameter or hasattr(up_proj, "_hf_hook"):
+        if type(up_proj) is not nn.Linear or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False
@@ -112,7 +113,8 @@ class LatentAttention(ScoredAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the latents themselves: multi-query attention with keys of width r + R and values of r."""
         batch, heads, queries, _ = q_nope.shape
-        up_k, up_v = self.kv_b_proj.weight.view(heads, self.nope + self.value, self.rank).split(
+        weight = cast(torch.Tensor, own_rows(self.kv_b_proj.weight))
+        up_k, up_v = weight.view(heads, self.nope + self.value, self.rank).split(
             (self.nope, self.value), dim=1
         )  # (H, N, r), (H, V, r)
         q_latent = torch.matmul(q_nope, up_k)  # (B, H, T, r)
