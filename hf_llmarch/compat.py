@@ -47,6 +47,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if (
         x.dtype in (torch.float32, torch.bfloat16)
         and weight.dtype == x.dtype
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)  # a quantised one brings functions of its own
         and x.device.type == "cpu"
         and ONEDNN_LINEAR is not None
         and not torch.is_grad_enabled()
