@@ -1,7 +1,7 @@
 """Tensors that our model does not read and others do: kept beside it, and given back on export.
 
 DeepSeek-V3's layer for multi-token prediction is one. They lie in a folder of their own, where no loader looks for
-weights, under the names and in the bytes of the source.
+weights, under the names and in the bytes of the source. The source's model card lies there as well: see `cards`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Aside:
     ) -> None:
         """Put them beside a model of ours."""
         if self.tensors:
-            (directory / FOLDER).mkdir()
+            (directory / FOLDER).mkdir(exist_ok=True)
             write_tensors(directory / FOLDER, self.stream(), self.tensors, max_shard_size, advance)
 
 
@@ -56,7 +56,7 @@ def kept(checkpoint: Checkpoint, plan: Plan) -> Aside:
         CheckpointError: the folder is damaged.
     """
     folder, origin = checkpoint.path / FOLDER, plan.config.converted_from or {}
-    if not folder.is_dir() or origin.get("family") != plan.family.name:
+    if not SAFETENSORS.is_in(folder) or origin.get("family") != plan.family.name:
         return Aside({}, checkpoint.read)
     single = folder / SAFETENSORS.single
     files = [SafetensorsFile(single)] if single.is_file() else [*open_shards(folder, SAFETENSORS).values()]

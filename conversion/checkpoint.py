@@ -315,6 +315,13 @@ def open_hub(repository: str, revision: str | None, allow_pickle: bool) -> Check
     return plain(FolderCheckpoint(repository, snapshot, allow_pickle=allow_pickle))
 
 
+def hub_state(path: Path) -> dict[str, str]:
+    """The repository and the commit that a path in the Hub's cache belongs to, as `source` and `revision`; nothing for
+    any other path."""
+    match = re.search(r"(?:^|/)models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)", path.as_posix())
+    return {"source": match[1].replace("--", "/"), "revision": match[2]} if match else {}
+
+
 def plain(checkpoint: Checkpoint) -> Checkpoint:
     """With the scales of a quantised source multiplied in."""
     from .quantised_source import dequantised

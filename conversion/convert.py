@@ -26,6 +26,7 @@ from .checkpoint import (
     GENERATION_CONFIG,
     Checkpoint,
     TensorInfo,
+    hub_state,
     open_checkpoint,
     staged,
     write_json,
@@ -103,8 +104,8 @@ def convert(
     """Convert a public checkpoint into a folder that transformers' Auto classes open as `llmarch`.
 
     The class follows from the source's `architectures`, and a task head comes along with its labels. The folder also
-    holds the source's tokenizer, generation config, chat template, licence and the like, and the code with which it
-    loads under `trust_remote_code=True` where this package is not installed.
+    holds the source's tokenizer, generation config, chat template, licence and the like, the code with which it loads
+    under `trust_remote_code=True` where this package is not installed, and a model card; the source's is kept aside.
 
     Args:
         source: a local folder, a `.gguf` file, or a Hub id.
@@ -124,14 +125,18 @@ def convert(
     Raises:
         ConversionError: one of its subclasses, saying what was wrong, where, and what to do; nothing is written then.
     """
+    from hf_llmarch import cards
+
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
     config = plan.config
     config.dtype = cast or config.dtype or usual_dtype(checkpoint)
+    config.converted_from = {**(config.converted_from or {}), **hub_state(checkpoint.path)}
 
     def write_config(folder: Path) -> None:
+        cards.set_aside(folder)
         for file in code_files():
             shutil.copyfile(file, folder / file.name)
         config.save_pretrained(folder)
@@ -151,11 +156,14 @@ def convert(
         overwrite=overwrite,
         progress=progress,
     )
+    card = cards.write(destination, report=report)
+    report = replace(report, files=tuple(sorted((*report.files, card.name))))
     if not verify:
         return report
     from .verify import verify as certify
 
     certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=progress is True)
+    cards.write(destination, report=report, certificate=certificate)
     return replace(report, certificate=certificate)
 
 
@@ -183,6 +191,8 @@ def export(
         NotExpressible: the family cannot say what the model's config says; the message names the fields.
         ConversionError: another subclass, as for `convert`.
     """
+    from hf_llmarch import cards
+
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
     checkpoint = open_checkpoint(source, revision=revision)
@@ -193,6 +203,7 @@ def export(
         foreign.update(dict.fromkeys(names, str(cast).removeprefix("torch.")))
 
     def write_config(folder: Path) -> None:
+        cards.give_back(checkpoint.path, folder)
         write_json(folder / CONFIG, foreign)
         if plan.family.container is not None:
             plan.family.container(folder)

@@ -92,9 +92,40 @@ class Certificate:
     def ok(self) -> bool:
         return not self.problems
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What was measured, in words. Where the two models lie on a disk is not among it."""
+        return {
+            "logits": f"differ by at most {self.max_logit_difference:.1e}, {self.relative_logit_difference:.1e} of "
+            f"their spread (bound {self.tolerance:.0e}), over {self.prompt_tokens:,} tokens in fp32",
+            "hidden states": "equal within that bound in every layer"
+            if self.first_divergent_layer is None
+            else f"differ from layer {self.first_divergent_layer} on",
+            "most likely token": f"the same at {self.argmax_agreement:.2%} of positions",
+            "greedy tokens": f"{self.prompts} x {self.new_tokens} generated with a cache: "
+            + ("equal" if self.greedy_equal else "different"),
+            "bytes": f"{self.tensors - len(self.tensors_different):,} of {self.tensors:,} tensors come back byte for "
+            f"byte{f', {self.dropped} left out on purpose' if self.dropped else ''}",
+            "sha256": self.sha256,
+            "computed with": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The certificate in JSON's own types, with `ok` and `problems`."""
         return {"ok": self.ok, "problems": list(self.problems), **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Certificate:
+        """What `to_dict` gave, read back.
+
+        Raises:
+            ConversionError: it is no certificate.
+        """
+        try:
+            given = {name: value for name, value in values.items() if name not in ("ok", "problems")}
+            return cls(**{**given, "tensors_different": tuple(given.get("tensors_different", ()))})
+        except TypeError as error:
+            raise ConversionError(f"This is no certificate of `verify`: {error}") from error
 
 
 def verify(

@@ -405,6 +405,25 @@ def verify(
     return Answer(certificate.to_dict(), certificate_view(certificate), verdict(certificate))
 
 
+@command
+def card(
+    folder: Annotated[Path, typer.Argument(help="A folder of an llmarch model.")],
+    base_model: Annotated[str | None, typer.Option(help="The original's id on the Hub.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="What `verify --json` printed.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a README.md that you wrote.")] = False,
+) -> Answer:
+    """Write the model card, README.md: metadata, architecture, source, certificate, usage, licence. `convert` does."""
+    from hf_llmarch import cards
+    from hf_llmarch.conversion.checkpoint import read_json
+    from hf_llmarch.conversion.verify import Certificate
+
+    proof = None if certificate is None else Certificate.from_dict(read_json(certificate))
+    path = cards.write(folder, base_model=base_model, certificate=proof, overwrite=overwrite)
+    data = cards.read_metadata(path)
+    shown = {name: ", ".join(map(str, cards.as_list(value))) for name, value in data.items()}
+    return Answer({"card": str(path), "metadata": data}, facts(str(path), shown))
+
+
 def written(report: "Report") -> Answer:
     certificate = report.certificate
     views: list[RenderableType] = [report_view(report)]
@@ -435,25 +454,7 @@ def report_view(report: "Report") -> Table:
 
 def certificate_view(certificate: "Certificate") -> Group:
     c = certificate
-    table = facts(
-        "Certificate",
-        {
-            "original": c.original,
-            "converted": f"{c.ours} ({c.family})",
-            "logits": f"differ by at most {c.max_logit_difference:.1e}, {c.relative_logit_difference:.1e} of their "
-            f"spread (bound {c.tolerance:.0e}), over {c.prompt_tokens:,} tokens in fp32",
-            "hidden states": "equal within that bound in every layer"
-            if c.first_divergent_layer is None
-            else f"differ from layer {c.first_divergent_layer} on",
-            "most likely token": f"the same at {c.argmax_agreement:.2%} of positions",
-            "greedy tokens": f"{c.prompts} x {c.new_tokens} generated with a cache: "
-            + ("equal" if c.greedy_equal else "different"),
-            "bytes": f"{c.tensors - len(c.tensors_different):,} of {c.tensors:,} tensors come back byte for byte"
-            + (f", {c.dropped} left out on purpose" if c.dropped else ""),
-            "sha256": c.sha256,
-            "computed with": ", ".join(f"{name} {version}" for name, version in c.versions.items()),
-        },
-    )
+    table = facts("Certificate", {"original": c.original, "converted": f"{c.ours} ({c.family})", **c.facts})
     lines = [f"[red]✗[/] {escape(problem)}" for problem in c.problems] or ["[green]✓[/] the same model"]
     return Group(table, *(Text.from_markup(line) for line in lines))
 
