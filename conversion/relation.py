@@ -139,7 +139,7 @@ def read_config(
 
     native = native_config(family, foreign)
     refuse_unsupported(family, native, foreign)
-    native.architectures = their_class(family, architecture)
+    native.architectures = their_class(family, architecture, variant)
     values: Values = {"architectures": [architecture]}
     values |= {name: copy.deepcopy(getattr(native, name)) for name in LABELS}
     for entry in family.config:
@@ -147,8 +147,13 @@ def read_config(
     return LlmArchConfig(**{**values, **variant}, dtype=native.dtype)
 
 
-def their_class(family: Family, architecture: str) -> list[str]:
-    """What `architectures` says in their config.json, for a class of ours."""
+BASE = "LlmArchModel"
+
+
+def their_class(family: Family, architecture: str, variant: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """What `architectures` says in their config.json, for a class of ours in one of its variants."""
+    if family.encoder and architecture == BASE and variant.get("topology") == "encoder":
+        return [family.encoder]
     return [theirs for ours, theirs in family.architectures.items() if ours == architecture]
 
 
@@ -212,7 +217,7 @@ def write_config(
         # A dtype that is stated is kept true, but none is added.
         changed |= {name: dtype for name, dtype in dtypes.items() if name in original}
         if origin.get("architecture", architecture) != architecture:
-            changed["architectures"] = their_class(family, architecture)
+            changed["architectures"] = their_class(family, architecture, variant)
         patched = {**copy.deepcopy(original), **changed}
         # Not so where an old spelling in the original overrules the new value: then all is written afresh.
         if not differences(config, read(patched), architecture):
@@ -220,7 +225,7 @@ def write_config(
     native = native_config(family, theirs)
     unset = type(native)()
     stated = {n: v for n, v in theirs.items() if n not in LABELS or v != getattr(unset, n)}
-    return {**native.to_diff_dict(), "architectures": their_class(family, architecture), **stated, **dtypes}
+    return {**native.to_diff_dict(), "architectures": their_class(family, architecture, variant), **stated, **dtypes}
 
 
 def their_values(family: Family, config: LlmArchConfig) -> Values:
@@ -235,7 +240,7 @@ _VOCABULARY = {"lm_head_bias", "lm_head_transform", "head_act", "head_bias", "lo
 _CLASSIFIER = {"classifier_dense", "classifier_act", "classifier_norm", "classifier_bias", "classifier_pooling"}
 _TOKEN_HEAD = {"token_head_dense", "classifier_act", "classifier_norm", "head_bias"}
 HEAD_SWITCHES: dict[str, set[str]] = {
-    "LlmArchModel": set(),
+    BASE: set(),
     "LlmArchForCausalLM": _VOCABULARY,
     "LlmArchForConditionalGeneration": _VOCABULARY,
     "LlmArchForMaskedLM": _VOCABULARY,
@@ -255,7 +260,7 @@ def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> 
 
 # Ours that say how a model is stored, cached or kept in balance in training, never what it computes.
 INERT_OURS = {
-    *("converted_from", "use_cache", "mla_cache", "experts_layout", "classifier_dropout"),
+    *("converted_from", "use_cache", "mla_cache", "experts_layout", "classifier_dropout", "classifier_input_dropout"),
     *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate"),
 }
 

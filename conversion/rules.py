@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import CheckpointError, ConversionError, NotExpressible, PlanError, UnsupportedField, some
-from .relation import Entry, Values, family_of, read_config, write_config
+from .relation import BASE, Entry, Values, family_of, read_config, write_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,8 +80,9 @@ class Family:
         architectures: our class to the name of theirs. A checkpoint that names no class is read as the one that its
             tensors fit best.
         also: further classes of theirs that one of ours stands for, as {theirs: ours}.
+        encoder: of a family of encoder-decoders, their class of the encoder alone; ours is the base model for it, too.
         variants: by class of ours, switches that only the tensors on disk tell, in the order in which they are tried.
-        copies: tensors that may be on disk a second time under another name, as {rules': the other}.
+        copies: tensors that may be on disk again under other names, as {rules': the others}.
         aliases: config keys of old releases, as {old: today's}.
         inert: config keys of this family that do not change what its models compute.
         native: the class that reads their config.json, where transformers has none.
@@ -97,8 +98,9 @@ class Family:
     spellings: Sequence[Mapping[str, str]] = ({},)
     architectures: Mapping[str, str] = field(default_factory=dict)
     also: Mapping[str, str] = field(default_factory=dict)
+    encoder: str | None = None
     variants: Mapping[str, Sequence[Values]] = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, Sequence[str]] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     inert: Collection[str] = ()
     layers_ahead: str | None = None
@@ -290,6 +292,8 @@ def classes_for(family: Family, foreign: Mapping[str, Any]) -> list[str]:
         PlanError: for a class that has no counterpart: its tensors may bear the names of another's.
     """
     known = {**family.also, **{theirs: ours for ours, theirs in family.architectures.items()}}
+    if family.encoder:
+        known[family.encoder] = BASE
     names = foreign.get("architectures") or ()
     named = [known[name] for name in names if name in known]
     if names and not named and len(family.architectures) > 1:
@@ -362,11 +366,11 @@ def make_steps(
                 rule.op,
             )
             present = [name for name in step.ours if name in shapes]
-            second = spell(family.copies.get(rule.theirs[0], ""), spelling)
+            others = [spell(name, spelling) for name in family.copies.get(rule.theirs[0], ())]
             if len(present) == len(step.ours):
                 steps.append(step)
-                if second in on_disk and second not in step.theirs:
-                    copies.setdefault(step.ours[0], []).append(second)
+                if found := [name for name in others if name in on_disk and name not in step.theirs]:
+                    copies.setdefault(step.ours[0], []).extend(found)
             elif present:
                 absent = [name for name in step.ours if name not in shapes]
                 raise PlanError(f"Family {family.name!r}: {some(step.theirs)} holds {absent}, which our model lacks.")

@@ -87,7 +87,7 @@ FAMILY = Family(
     # Its head for the order of sentences is dropped.
     also={"AlbertForPreTraining": MASKED_LM},
     variants=variants(READ_POOLER, READ_POOLER[:1]),
-    copies={BIAS[1]: f"{BIAS[0]}.bias"},
+    copies={BIAS[1]: (f"{BIAS[0]}.bias",)},
     # Of an attention window that was never released, and of how the model was trained.
     inert=(*INERT, "down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks", "layers_to_keep"),
 )

@@ -52,6 +52,6 @@ FAMILY = Family(
     # Both have a head for the next sentence, which is dropped.
     also={"BertForPreTraining": MASKED_LM, "BertForNextSentencePrediction": MODEL},
     variants=variants(READ_POOLER, READ_POOLER[:1]),
-    copies={BIAS[1]: f"{HEAD}.decoder.bias"},
+    copies={BIAS[1]: (f"{HEAD}.decoder.bias",)},
     inert=INERT,
 )

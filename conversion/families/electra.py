@@ -34,6 +34,7 @@ FAMILY = Family(
         Const("head_act", "gelu"),
         Const("classifier_pooling", "first"),
         Const("classifier_dense", True),
+        Const("classifier_input_dropout", True),
         Const("classifier_act", "gelu"),
     ],
     weights=[

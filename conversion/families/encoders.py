@@ -21,9 +21,14 @@ SEQUENCE, TOKEN, ANSWER = (
 KEPT = "head that has no counterpart here; it is kept aside for a way back"
 
 
-def classes(theirs: str) -> dict[str, str]:
+def named(theirs: str, *ours: str) -> dict[str, str]:
     """Our classes and theirs, which begin with the same word. The first is that of a config that names none."""
-    return {ours: ours.replace("LlmArch", theirs) for ours in (MASKED_LM, MODEL, SEQUENCE, TOKEN, ANSWER)}
+    return {name: name.replace("LlmArch", theirs) for name in ours}
+
+
+def classes(theirs: str) -> dict[str, str]:
+    """Those of an encoder."""
+    return named(theirs, MASKED_LM, MODEL, SEQUENCE, TOKEN, ANSWER)
 
 
 def task(config: Any) -> str:

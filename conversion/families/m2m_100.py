@@ -4,6 +4,7 @@ from typing import Any
 
 from ..relation import Const, Derived, Field
 from ..rules import Family
+from .encoders import MODEL, named
 from .stacks import (
     BART_INERT,
     BART_SPELLINGS,
@@ -37,7 +38,7 @@ FAMILY = Family(
     weights=[*SHARED_EMBEDDING, *BART_WEIGHTS],
     drops=sinusoid_tables("weights"),
     spellings=BART_SPELLINGS,
-    architectures={SEQ2SEQ_LM: "M2M100ForConditionalGeneration"},
+    architectures=named("M2M100", SEQ2SEQ_LM, MODEL),
     copies=SHARED_COPIES,
     inert=BART_INERT,
 )

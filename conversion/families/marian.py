@@ -1,8 +1,11 @@
 """Marian's translators: sinusoids, norms after each branch, one vocabulary or one a side. arXiv 1804.00344."""
 
-from ..ops import only, weight
-from ..relation import Field
+from typing import Any
+
+from ..relation import Derived, Values
 from ..rules import Family
+from .common import CAUSAL_LM
+from .encoders import MODEL, named
 from .stacks import (
     BART_INERT,
     BART_SPELLINGS,
@@ -12,32 +15,43 @@ from .stacks import (
     NO_EMBEDDING_NORM,
     SEQ2SEQ_LM,
     SHARED_COPIES,
-    SHARED_EMBEDDING,
     SINUSOIDS,
+    UNREAD_CROSS_ATTENTION,
     bart_config,
+    embedding_shared,
     sinusoid_tables,
+    topology_of,
 )
+
+
+def _sharing(native: Any) -> Values:
+    shared = native.share_encoder_decoder_embeddings
+    return {"share_source_embeddings": shared} if topology_of(native) == "encoder-decoder" else {}
+
+
+def _sharing_to_theirs(config: Any) -> Values:
+    shared = config.share_source_embeddings
+    return {"share_encoder_decoder_embeddings": shared} if config.topology == "encoder-decoder" else {}
+
 
 FAMILY = Family(
     "marian",
     config=[
         *bart_config(("vocab_size", "vocab_size", "decoder_vocab_size"), pre_norm=False),
-        Field("share_encoder_decoder_embeddings", "share_source_embeddings"),
+        Derived(("share_encoder_decoder_embeddings",), _sharing, _sharing_to_theirs),
         *SINUSOIDS,
         *NO_EMBEDDING_NORM,
         *LOGITS_BIAS,
     ],
     weights=[
-        *only(lambda config: config.share_source_embeddings, SHARED_EMBEDDING),
-        *only(
-            lambda config: not config.share_source_embeddings,
-            weight("model.decoder.embed_tokens", "model.embed_tokens"),
-        ),
+        *embedding_shared(lambda config: config.topology == "encoder-decoder" and config.share_source_embeddings),
         *BART_WEIGHTS,
     ],
-    drops=sinusoid_tables("weight"),
+    drops=[*sinusoid_tables("weight"), *UNREAD_CROSS_ATTENTION],
     spellings=BART_SPELLINGS,
-    architectures={SEQ2SEQ_LM: "MarianMTModel"},
+    architectures={SEQ2SEQ_LM: "MarianMTModel", **named("Marian", MODEL, CAUSAL_LM)},
+    # Before transformers 4.0 one class served the whole line.
+    also={"BartForConditionalGeneration": SEQ2SEQ_LM},
     variants=BART_VARIANTS,
     copies=SHARED_COPIES,
     inert=BART_INERT,

@@ -2,14 +2,18 @@
 
 from ..relation import Const, Derived
 from ..rules import Family
-from .stacks import SEQ2SEQ_LM
+from .encoders import named
 from .text_to_text import (
+    T5_ALSO,
+    T5_CLASSES,
     T5_COPIES,
     T5_DROPS,
     T5_INERT,
+    T5_SPELLINGS,
     T5_VARIANTS,
     T5_WEIGHTS,
     feed_forward_kind,
+    in_every_class,
     shared_bias,
     t5_config,
 )
@@ -27,9 +31,12 @@ FAMILY = Family(
             to_theirs=lambda config: {"tie_word_embeddings": config.tie_word_embeddings},
         ),
     ],
-    weights=[*T5_WEIGHTS, *shared_bias()],
+    weights=in_every_class([*T5_WEIGHTS, *shared_bias()]),
     drops=T5_DROPS,
-    architectures={SEQ2SEQ_LM: "MT5ForConditionalGeneration"},
+    architectures=named("MT5", *T5_CLASSES),
+    also=T5_ALSO,
+    encoder="MT5EncoderModel",
+    spellings=T5_SPELLINGS,
     variants=T5_VARIANTS,
     copies=T5_COPIES,
     inert=T5_INERT,

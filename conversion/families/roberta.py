@@ -66,6 +66,7 @@ def family(name: str, theirs: str) -> Family:
             Const("head_act", "gelu"),
             Const("classifier_pooling", "first"),
             Const("classifier_dense", True),
+            Const("classifier_input_dropout", True),
         ],
         weights=[
             *bert_weights("roberta"),
@@ -82,7 +83,7 @@ def family(name: str, theirs: str) -> Family:
         spellings=spellings({"roberta.": ""}, GAMMA_BETA, *bias_spellings(*BIAS)),
         architectures={**classes(theirs), CAUSAL_LM: f"{theirs}ForCausalLM"},
         variants=variants(POOLER, POOLER[::-1]),
-        copies={BIAS[1]: f"{BIAS[0]}.bias"},
+        copies={BIAS[1]: (f"{BIAS[0]}.bias",)},
         inert=INERT,
     )
 

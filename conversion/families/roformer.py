@@ -38,6 +38,7 @@ FAMILY = Family(
         always("rotary_value", False),
         Const("classifier_pooling", "first"),
         Const("classifier_dense", True),
+        Const("classifier_input_dropout", True),
         Field("hidden_act", "hidden_act", "classifier_act"),
     ],
     weights=[
@@ -55,6 +56,6 @@ FAMILY = Family(
     ],
     spellings=spellings({"roformer.": ""}, GAMMA_BETA, *bias_spellings(*BIAS)),
     architectures=classes("RoFormer"),
-    copies={BIAS[1]: f"{HEAD}.decoder.bias"},
+    copies={BIAS[1]: (f"{HEAD}.decoder.bias",)},
     inert=INERT,
 )

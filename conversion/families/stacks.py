@@ -1,32 +1,85 @@
 """What encoder-decoders share: sizes of two stacks in one config, one embedding for both, and the names of BART's line.
 
 Ours is the decoder, `model.…` with its layers counted by `{i}`; the encoder in it is `model.encoder.…`, counted by
-`{s}`.
+`{s}`. Some of their classes are one of the stacks alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from ..ops import both, weight
+from ..ops import both, only, weight
 from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Op, Rule
-from .common import LAYER, LAYER_NORM_MLP, TOKENS
+from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, TOKENS
+from .encoders import ANSWER, MODEL, SEQUENCE, classifier_dropout, of_task
 from .experts import always
 
 # transformers' own name for the class with a head over the vocabulary, for a config.json written afresh.
 SEQ2SEQ_LM = "LlmArchForConditionalGeneration"
 ENCODER = "model.encoder"
 ENCODER_LAYER = f"{ENCODER}.layers.{{s}}"
-# What a stack's names begin with in ours, and its layers': the decoder's, then the encoder's.
-STACKS = {"decoder": ("model", LAYER), "encoder": (ENCODER, ENCODER_LAYER)}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where a stack of theirs is in ours.
+
+    Attributes:
+        theirs: what their names begin with.
+        ours, layer: what our names begin with, and those of its layers.
+        topologies: of which models of ours this is so.
+    """
+
+    theirs: str
+    ours: str
+    layer: str
+    topologies: tuple[str, ...]
+
+
+STACKS = (
+    Stack("encoder", ENCODER, ENCODER_LAYER, ("encoder-decoder",)),
+    Stack("decoder", "model", LAYER, ("encoder-decoder", "decoder")),
+    Stack("encoder", "model", LAYER, ("encoder",)),
+)
+
+
+def each_stack(rules: Callable[[Stack], list[Rule]]) -> list[Rule]:
+    """Rules written out for every place that a stack may have."""
+
+    def there(stack: Stack) -> Callable[[Any], bool]:
+        return lambda config: config.topology in stack.topologies
+
+    return [rule for stack in STACKS for rule in only(there(stack), rules(stack))]
+
+
+def topology_of(native: Any) -> str:
+    """The stacks of a class of theirs, which follow from its name."""
+    name = (native.architectures or [""])[0]
+    if name.endswith("ForCausalLM"):
+        return "decoder"
+    return "encoder" if name.endswith(("EncoderModel", "ForTokenClassification")) else "encoder-decoder"
+
+
+# Their classes of a single stack set the flag by themselves.
+TOPOLOGY = Derived(
+    ("is_encoder_decoder",),
+    lambda native: {"topology": topology_of(native)},
+    lambda config: {"is_encoder_decoder": config.topology == "encoder-decoder"},
+)
 
 
 def stacks(*sizes: tuple[str, str, str]) -> Derived:
     """Sizes that each stack has for itself, as (ours, the encoder's of theirs, the decoder's of theirs)."""
 
     def to_ours(native: Any) -> Values:
+        if topology_of(native) == "encoder":
+            return {ours: getattr(native, encoder) for ours, encoder, _ in sizes}
         own = {ours: getattr(native, decoder) for ours, _, decoder in sizes}
+        if topology_of(native) == "decoder":
+            return own
         source = {ours: getattr(native, encoder) for ours, encoder, _ in sizes}
         source = {ours: value for ours, value in source.items() if value != own[ours]}
         if "num_attention_heads" in source:
@@ -88,7 +141,7 @@ def bart_config(*sizes: tuple[str, str, str], pre_norm: bool) -> list[Entry]:
         Field("dropout", "hidden_dropout", "embedding_dropout"),
         Field("attention_dropout"),
         Field("activation_dropout", "ffn_dropout"),
-        Const("topology", "encoder-decoder"),
+        TOPOLOGY,
         *LAYER_NORM_MLP,
         Const("norm_eps", 1e-5),
         Const("norm_placement", "pre" if pre_norm else "post"),
@@ -122,8 +175,8 @@ BART_INERT = (
 )
 
 
-def _bart_stack(side: str) -> list[Rule]:
-    theirs, (ours, layer) = f"model.{side}", STACKS[side]
+def _bart_stack(stack: Stack) -> list[Rule]:
+    theirs, ours, layer = f"model.{stack.theirs}", stack.ours, stack.layer
     block = layer.replace(ours, theirs, 1)
     attentions = {"self_attn": "attn", "encoder_attn": "cross"}
     return [
@@ -156,20 +209,56 @@ BART_WEIGHTS: list[Rule] = [
     *weight("model.encoder.embed_tokens", f"{ENCODER}.embed_tokens"),
     *weight("lm_head", "lm_head"),
     Rule(("final_logits_bias",), ("lm_head.bias",), _ROW),
-    *_bart_stack("encoder"),
-    *_bart_stack("decoder"),
+    *each_stack(_bart_stack),
 ]
-SHARED_EMBEDDING: list[Rule] = weight("model.shared", "model.embed_tokens")
+
+
+def embedding_shared(when: Callable[[Any], bool]) -> list[Rule]:
+    """The decoder's embedding under a name for both stacks where that holds, else under its own."""
+    return [
+        *only(when, weight("model.shared", "model.embed_tokens")),
+        *only(lambda config: not when(config), weight("model.decoder.embed_tokens", "model.embed_tokens")),
+    ]
+
+
+# A decoder alone has nothing to share.
+SHARED_EMBEDDING = embedding_shared(lambda config: config.topology == "encoder-decoder")
 # The embedding is on disk once, or again for each stack.
-SHARED_COPIES = {"model.shared.weight": "model.decoder.embed_tokens.weight"}
+SHARED_COPIES = {"model.shared.weight": ("model.decoder.embed_tokens.weight",)}
+
+# Classifiers read the decoder's state at the end token, through a dense layer with tanh.
+HEADS: list[Entry] = [
+    Const("classifier_pooling", "eos"),
+    Const("classifier_dense", True),
+    Const("classifier_input_dropout", True),
+    Const("classifier_bias", True),
+    classifier_dropout(),
+]
+HEAD_WEIGHTS: list[Rule] = [
+    *both("classification_head.dense", "head.dense"),
+    *of_task("SequenceClassification", both("classification_head.out_proj", "score")),
+    *both("qa_outputs"),
+]
+# Our classes that BART's line has, of two stacks and of the decoder.
+BART_CLASSES = (SEQ2SEQ_LM, MODEL, SEQUENCE, ANSWER, CAUSAL_LM)
 
 LOGITS_BIAS: list[Entry] = [Const("lm_head_bias", True)]
 # A base model has no head, and so no bias on the logits.
-BART_VARIANTS = {SEQ2SEQ_LM: ({"lm_head_bias": True}, {"lm_head_bias": False})}
+BART_VARIANTS = {
+    SEQ2SEQ_LM: ({"lm_head_bias": True}, {"lm_head_bias": False}),
+    CAUSAL_LM: ({"lm_head_bias": False},),
+}
 # A base model saved alone has no prefix.
 BART_SPELLINGS: tuple[dict[str, str], ...] = ({}, {"model.": ""})
 
-FORMAT_NUMBERS = [Drop(f"model.{side}.version", "the number of fairseq's file format, a constant") for side in STACKS]
+# A decoder alone is given nothing to read there, and its class has the weights all the same.
+UNREAD_CROSS_ATTENTION = [
+    Drop(f"model.decoder.layers.{{i}}.{module}.{part}", "cross-attention of a decoder that reads no encoder", keep=True)
+    for module in ("encoder_attn_layer_norm", *(f"encoder_attn.{name}_proj" for name in ("q", "k", "v", "out")))
+    for part in ("weight", "bias")
+]
+SIDES = ("encoder", "decoder")
+FORMAT_NUMBERS = [Drop(f"model.{side}.version", "the number of fairseq's file format, a constant") for side in SIDES]
 
 
 def sinusoid_tables(name: str) -> list[Drop]:
@@ -179,5 +268,5 @@ def sinusoid_tables(name: str) -> list[Drop]:
             "table of sinusoids: it follows from the width",
             keep=True,
         )
-        for side in STACKS
+        for side in SIDES
     ]

@@ -8,9 +8,19 @@ from typing import Any
 from ..ops import both, rename, stack
 from ..relation import Const, Derived, Field, Values
 from ..rules import Family, Rule
+from .encoders import MODEL, named
 from .experts import LOSS_OUTPUT, always
-from .stacks import SEQ2SEQ_LM, STACKS, source_of
-from .text_to_text import T5_COPIES, T5_DROPS, T5_INERT, T5_WEIGHTS, shared_bias, t5_config
+from .stacks import HEADS, SEQ2SEQ_LM, Stack, each_stack, source_of, topology_of
+from .text_to_text import (
+    BOTH_STACKS_OR_ONE,
+    T5_COPIES,
+    T5_DROPS,
+    T5_INERT,
+    T5_SPELLINGS,
+    T5_WEIGHTS,
+    shared_bias,
+    t5_config,
+)
 
 
 def sparse_layers(layers: int, step: int) -> list[str]:
@@ -25,6 +35,8 @@ def step_of(layers: int, sparse: int) -> int:
 def _layers(native: Any) -> Values:
     decoder = sparse_layers(native.num_decoder_layers, native.decoder_sparse_step)
     encoder = sparse_layers(native.num_layers, native.encoder_sparse_step)
+    if topology_of(native) == "encoder":
+        return {"num_hidden_layers": len(encoder), "mlp_layer_types": encoder}
     source: Values = {}
     if len(encoder) != len(decoder):
         source["num_hidden_layers"] = len(encoder)
@@ -58,8 +70,8 @@ def _head(native: Any) -> Values:
     return {"tie_word_embeddings": tied, "logit_scale": native.d_model**-0.5 if tied else 1.0}
 
 
-def _feed_forward(side: str) -> list[Rule]:
-    _, layer = STACKS[side]
+def _feed_forward(place: Stack) -> list[Rule]:
+    side, layer = place.theirs, place.layer
     mlp = f"{side}.block.{layer[-3:]}.layer.{1 if side == 'encoder' else 2}.mlp"
     return [
         *both(f"{mlp}.router.classifier", f"{layer}.mlp.gate"),
@@ -82,7 +94,7 @@ def _feed_forward(side: str) -> list[Rule]:
 FAMILY = Family(
     "switch_transformers",
     config=[
-        *[entry for entry in t5_config() if "num_layers" not in entry.theirs],
+        *[entry for entry in t5_config() if "num_layers" not in entry.theirs and entry not in HEADS],
         Derived(LAYER_FIELDS, _layers, _layers_to_theirs),
         Derived(("tie_word_embeddings",), _head, lambda config: {"tie_word_embeddings": config.tie_word_embeddings}),
         Field("dense_act_fn", "hidden_act"),
@@ -103,12 +115,14 @@ FAMILY = Family(
     ],
     weights=[
         *[rule for rule in T5_WEIGHTS if "DenseReluDense" not in rule.theirs[0]],
-        *_feed_forward("encoder"),
-        *_feed_forward("decoder"),
+        *each_stack(_feed_forward),
         *shared_bias(),
     ],
     drops=T5_DROPS,
-    architectures={SEQ2SEQ_LM: "SwitchTransformersForConditionalGeneration"},
+    architectures=named("SwitchTransformers", SEQ2SEQ_LM, MODEL),
+    encoder="SwitchTransformersEncoderModel",
+    spellings=T5_SPELLINGS,
+    variants=BOTH_STACKS_OR_ONE,
     copies=T5_COPIES,
     # Its class reads none of these but the first, which asks for outputs.
     inert=(*T5_INERT, *LOSS_OUTPUT, "add_router_probs", "router_ignore_padding_tokens", "batch_prioritized_routing"),

@@ -4,14 +4,18 @@ from typing import Any
 
 from ..relation import Derived, Values
 from ..rules import Family
-from .stacks import SEQ2SEQ_LM
+from .encoders import named
 from .text_to_text import (
+    T5_ALSO,
+    T5_CLASSES,
     T5_COPIES,
     T5_DROPS,
     T5_INERT,
+    T5_SPELLINGS,
     T5_VARIANTS,
     T5_WEIGHTS,
     feed_forward_kind,
+    in_every_class,
     shared_bias,
     t5_config,
 )
@@ -37,9 +41,12 @@ SCALED_HEAD_ALIASES = {"tie_word_embeddings": "scale_decoder_outputs"}
 FAMILY = Family(
     "t5",
     config=[*t5_config(), feed_forward_kind(), SCALED_HEAD],
-    weights=[*T5_WEIGHTS, *shared_bias()],
+    weights=in_every_class([*T5_WEIGHTS, *shared_bias()]),
     drops=T5_DROPS,
-    architectures={SEQ2SEQ_LM: "T5ForConditionalGeneration"},
+    architectures=named("T5", *T5_CLASSES),
+    also=T5_ALSO,
+    encoder="T5EncoderModel",
+    spellings=T5_SPELLINGS,
     variants=T5_VARIANTS,
     copies=T5_COPIES,
     aliases=SCALED_HEAD_ALIASES,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..ops import only, weight
+from ..ops import both, only, weight
 from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Rule
 from .common import TOKENS
-from .stacks import SEQ2SEQ_LM, STACKS, stacks
+from .encoders import ANSWER, MODEL, SEQUENCE, TOKEN, named, of_task, task
+from .stacks import HEAD_WEIGHTS, HEADS, SEQ2SEQ_LM, TOPOLOGY, Stack, each_stack, stacks
 
 _T5_TOKENS = [entry for entry in TOKENS if not {"initializer_range", "tie_word_embeddings"} & set(entry.theirs)]
 
@@ -26,11 +29,12 @@ def t5_config() -> list[Entry]:
         Field("d_ff", "intermediate_size"),
         Field("num_heads", "num_attention_heads"),
         stacks(("num_hidden_layers", "num_layers", "num_decoder_layers")),
+        *HEADS,
         Field("layer_norm_epsilon", "norm_eps"),
         Field("dropout_rate", *DROPOUTS),
         Field("relative_attention_num_buckets"),
         Field("relative_attention_max_distance"),
-        Const("topology", "encoder-decoder"),
+        TOPOLOGY,
         Const("position_encoding", "relative_bias"),
         Const("attention_scale", 1.0),
     ]
@@ -54,8 +58,8 @@ def feed_forward_kind() -> Derived:
     return Derived(("feed_forward_proj", "dense_act_fn", "is_gated_act"), _feed_forward, _feed_forward_to_theirs)
 
 
-def _t5_stack(side: str) -> list[Rule]:
-    ours, layer = STACKS[side]
+def _t5_stack(stack: Stack) -> list[Rule]:
+    side, ours, layer = stack.theirs, stack.ours, stack.layer
     block = f"{side}.block.{layer[-3:]}.layer"
     attentions = (
         {"self": "SelfAttention", "cross": "EncDecAttention"} if side == "decoder" else {"self": "SelfAttention"}
@@ -86,43 +90,70 @@ def _t5_stack(side: str) -> list[Rule]:
 
 T5_WEIGHTS: list[Rule] = [
     *weight("shared", "model.embed_tokens"),
-    *weight("encoder.embed_tokens", "model.encoder.embed_tokens"),
     *weight("lm_head", "lm_head"),
-    *_t5_stack("encoder"),
-    *_t5_stack("decoder"),
+    *each_stack(_t5_stack),
 ]
+T5_CLASSES = (SEQ2SEQ_LM, MODEL, SEQUENCE, TOKEN, ANSWER)
+# By the name that the first releases had for one, and as classes of T5, from which mT5's and umT5's differ in nothing.
+T5_ALSO = {theirs: ours for ours, theirs in named("T5", *T5_CLASSES).items()}
+T5_ALSO |= {"T5EncoderModel": MODEL, "T5WithLMHeadModel": SEQ2SEQ_LM}
+# Their classifiers have a base model in them, under this name.
+_BASE = "transformer."
+
+
+def _wrapped(config: Any) -> bool:
+    return task(config) in ("SequenceClassification", "TokenClassification")
+
+
+def in_every_class(rules: Sequence[Rule]) -> list[Rule]:
+    """A base model's rules for all classes, and the rules of the heads."""
+    return [
+        *only(lambda config: not _wrapped(config), rules),
+        *only(_wrapped, [replace(rule, theirs=tuple(f"{_BASE}{name}" for name in rule.theirs)) for rule in rules]),
+        *HEAD_WEIGHTS,
+        *of_task("TokenClassification", both("classifier", "score")),
+    ]
+
+
 # The embedding is on disk once, or again for each stack.
-T5_COPIES = {"shared.weight": "decoder.embed_tokens.weight"}
+T5_COPIES = {
+    f"{base}shared.weight": tuple(f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder"))
+    for base in ("", _BASE)
+}
+# Once, but for one of them.
+T5_SPELLINGS: tuple[dict[str, str], ...] = ({}, {"shared.": "encoder.embed_tokens."})
 
 _BIAS = "layer.0.SelfAttention.relative_attention_bias"
 
 
 def shared_bias() -> list[Rule]:
     """The table of each stack, which its first block holds."""
-    return [
-        rule
-        for side, (ours, _) in STACKS.items()
-        for rule in weight(f"{side}.block.0.{_BIAS}", f"{ours}.embed_positions.relative_attention_bias")
-    ]
+    return each_stack(
+        lambda stack: weight(f"{stack.theirs}.block.0.{_BIAS}", f"{stack.ours}.embed_positions.relative_attention_bias")
+    )
 
 
 def bias_per_layer() -> list[Rule]:
-    return [
-        rule
-        for side, (ours, layer) in STACKS.items()
-        for rule in weight(
-            f"{side}.block.{layer[-3:]}.{_BIAS}", f"{ours}.embed_positions.relative_attention_bias.{layer[-3:]}"
-        )
-    ]
+    def table(stack: Stack) -> list[Rule]:
+        i = stack.layer[-3:]
+        return weight(f"{stack.theirs}.block.{i}.{_BIAS}", f"{stack.ours}.embed_positions.relative_attention_bias.{i}")
+
+    return each_stack(table)
 
 
 T5_DROPS = [
     Drop(
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+        f"{base}decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
         "left over from the first conversions: cross-attention has no position bias, and no class reads this one",
     )
+    for base in ("", _BASE)
 ]
+# A base model of theirs has a class of its own for the encoder alone.
+BOTH_STACKS_OR_ONE: dict[str, tuple[Values, ...]] = {MODEL: ({"topology": "encoder-decoder"}, {"topology": "encoder"})}
 # A head that config.json does not tie may be absent all the same; then it is the embedding.
-T5_VARIANTS: dict[str, tuple[Values, ...]] = {SEQ2SEQ_LM: ({}, {"tie_word_embeddings": True})}
+T5_VARIANTS: dict[str, tuple[Values, ...]] = {
+    SEQ2SEQ_LM: ({}, {"tie_word_embeddings": True}),
+    **BOTH_STACKS_OR_ONE,
+}
 # The first is a factor on fresh weights; no release reads the others.
 T5_INERT = ("initializer_factor", "n_positions", "output_past", "prefix")

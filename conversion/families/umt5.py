@@ -2,25 +2,32 @@
 
 from ..relation import Const
 from ..rules import Family
-from .stacks import SEQ2SEQ_LM
+from .encoders import named
 from .t5 import SCALED_HEAD, SCALED_HEAD_ALIASES
 from .text_to_text import (
+    T5_ALSO,
+    T5_CLASSES,
     T5_COPIES,
     T5_DROPS,
     T5_INERT,
+    T5_SPELLINGS,
     T5_VARIANTS,
     T5_WEIGHTS,
     bias_per_layer,
     feed_forward_kind,
+    in_every_class,
     t5_config,
 )
 
 FAMILY = Family(
     "umt5",
     config=[*t5_config(), feed_forward_kind(), SCALED_HEAD, Const("relative_attention_shared", False)],
-    weights=[*T5_WEIGHTS, *bias_per_layer()],
+    weights=in_every_class([*T5_WEIGHTS, *bias_per_layer()]),
     drops=T5_DROPS,
-    architectures={SEQ2SEQ_LM: "UMT5ForConditionalGeneration"},
+    architectures=named("UMT5", *T5_CLASSES),
+    also=T5_ALSO,
+    encoder="UMT5EncoderModel",
+    spellings=T5_SPELLINGS,
     variants=T5_VARIANTS,
     copies=T5_COPIES,
     aliases=SCALED_HEAD_ALIASES,
