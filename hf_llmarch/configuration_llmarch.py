@@ -381,11 +381,6 @@ class LlmArchConfig(
 
     model_type = "llmarch"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
-    base_model_pp_plan: ClassVar[dict[str, Any]] = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_near_misses(self, kwargs)
@@ -414,6 +409,10 @@ class LlmArchConfig(
         # Instance attributes: TRL reads `auto_map` without a default, and a class attribute is not saved.
         self.auto_map = dict(AUTO_MAP)
         kwargs.pop("auto_map", None)
+        asked = kwargs.pop("output_router_logits", False)
+        if self.num_experts is not None:
+            # TRL tells by this attribute whether there are experts to balance, and sets it.
+            self.output_router_logits = bool(asked)
         kwargs.pop("qk_head_dim", None)
         # The host sizes a static cache from head_dim unless this is set; a latent cache has another shape.
         self.qk_head_dim = (
@@ -1075,6 +1074,7 @@ def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
 HOST_KEYWORDS = {
     *ROPE_SPELLINGS,
     *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
+    "output_router_logits",
     *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config"),
     *("task_specific_params", "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript"),
     *("transformers_version", "use_return_dict"),

@@ -544,12 +544,15 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             logits_to_keep: compute logits for the last so many positions, or for these indices; 0: for all.
             num_items_in_batch: (keyword) divide the summed loss by it, so that gradient accumulation is exact.
             output_router_logits: return each sparse layer's `(batch * length, num_experts)`, and the balance loss.
+                None: as the config's attribute of this name says.
 
         Returns:
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache. With experts, `aux_loss` is the
             unweighted balance loss; in training, the auxiliary losses are in `loss` with the config's weights.
         """
         balances = labels is not None and self.balances
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", False)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 # The modules that a file of this folder imports, where they are more than the package itself depends on.
-TOOLS: dict[str, tuple[str, ...]] = {}
+TOOLS: dict[str, tuple[str, ...]] = {
+    "test_trl.py": ("datasets", "trl"),
+}
 
 collect_ignore = [name for name, tools in TOOLS.items() if not all(map(importlib.util.find_spec, tools))]
 
