@@ -18,20 +18,53 @@ from .embeddings import Clamp
 from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
 
-# What a score needs beyond q.k, and the implementations of the host that do it. Every other one would drop it without
-# a word, except that sdpa raises on a soft-cap.
-HONOURS: dict[str, frozenset[str]] = {
-    "attn_logit_softcapping": frozenset(
-        {"eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "vllm"}
-    ),
-    "attention_sinks": frozenset({"eager", "flash_attention_3", "flash_attention_4"}),
+# The implementations of the host and of vLLM. Others (kernels of the Hub, say) are known to add nothing to a score.
+KNOWN = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "vllm")
+
+
+class AllBut:
+    """A set of implementations: all but those whose names begin with one of these."""
+
+    def __init__(self, *prefixes: str):
+        self.prefixes = prefixes
+
+    def __contains__(self, implementation: str) -> bool:
+        return not implementation.startswith(self.prefixes)
+
+
+# Several texts in one row, without a mask: what looks at a row's length or at its other tokens sees other texts' too.
+UNPACKED = AllBut("vllm", "paged|")
+
+# What attention asks for beyond q.k, and the implementations that do it. Every other one would drop it without a word,
+# except that sdpa raises on a soft-cap. vLLM also has a head of its own, and runs the model by its decoder alone.
+HONOURS: dict[str, frozenset[str] | AllBut] = {
+    "attn_logit_softcapping": frozenset(KNOWN) - {"sdpa"},
+    "attention_sinks": frozenset({"eager", "flash_attention_3", "flash_attention_4", "vllm"}),
     "position_encoding": frozenset({"eager", "sdpa"}),
+    "attention_chunk_size": frozenset({"eager", "sdpa", "flex_attention"}),
+    "rope_parameters": UNPACKED,
+    "capacity_factor": UNPACKED,
+    "expert_capacity": UNPACKED,
+    "router_type": UNPACKED,
+    "topology": UNPACKED,
+    "lm_head_transform": AllBut("vllm"),
+    "logit_scale": AllBut("vllm"),
 }
 
 DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
     "attn_logit_softcapping": lambda c: c.attn_logit_softcapping is not None,
     "attention_sinks": lambda c: c.attention_sinks,
     "position_encoding": lambda c: c.position_encoding in ("alibi", "relative_bias"),
+    "attention_chunk_size": lambda c: "chunked_attention" in c.layer_types,
+    # Frequencies that follow the longest text, whose cached keys were turned by earlier ones.
+    "rope_parameters": lambda c: any(p["rope_type"] in ("dynamic", "longrope") for p in c.rope_by_layer_type.values()),
+    "capacity_factor": lambda c: c.capacity_factor is not None,
+    "expert_capacity": lambda c: c.expert_capacity is not None,
+    "router_type": lambda c: c.num_experts is not None and c.router_type == "expert_choice",
+    "topology": lambda c: c.topology == "encoder-decoder",
+    "lm_head_transform": lambda c: c.lm_head_transform,
+    # vLLM bounds logits before it scales them.
+    "logit_scale": lambda c: c.logit_scale != 1.0 and c.final_logit_softcapping is not None,
 }
 
 
@@ -56,7 +89,7 @@ def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
             value = next(getattr(layer, name) for layer in config.layer_configs() if DEMANDS[name](layer))
             raise ValueError(
                 f"attn_implementation={implementation!r} cannot do {name}={value!r} and would ignore it. "
-                f"Use one of: {', '.join(sorted(HONOURS[name]))}."
+                f"Use one of: {', '.join(sorted(known for known in KNOWN if known in HONOURS[name]))}."
             )
 
 
@@ -144,25 +177,17 @@ class ScoredAttention(nn.Module):
         if self.sinks is not None:
             init.normal_(self.sinks, mean=0.0, std=std)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`(B, H, T, D)`, `(B, G, S, D)` -> `(B, T, H * D)` and, where the implementation has them, the weights."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        out, weights = attention(
-            self,
-            q,
-            k,
-            v,
-            mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            softcap=self.softcap,
-            s_aux=self.sinks,
-            **kwargs,
-        )
-        return out.flatten(2), weights
+    @property
+    def options(self) -> dict[str, Any]:
+        """What every implementation is told beside the tensors, the scale and the sinks.
+
+        It is called in each `forward` itself, by these names of the host: vLLM finds attention by reading that text.
+        """
+        return {
+            "dropout": self.attention_dropout if self.training else 0.0,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+        }
 
 
 class Attention(ScoredAttention):
@@ -217,8 +242,11 @@ class Attention(ScoredAttention):
         q, k = self.rotate(q, k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        out, weights = self.attend(q, k, v, attention_mask, **kwargs)
-        return self.o_proj(out), weights
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+        )
+        return self.o_proj(out.reshape(*lead, -1)), weights
 
 
 class CrossAttention(Attention):
@@ -259,5 +287,8 @@ class CrossAttention(Attention):
             if kept is not None:
                 k, v = kept.update(k, v, self.layer_idx)
                 cast(EncoderDecoderCache, cache).is_updated[self.layer_idx] = True
-        out, weights = self.attend(q, k, v, attention_mask, **kwargs)
-        return self.o_proj(out), weights
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+        )
+        return self.o_proj(out.reshape(*lead, -1)), weights

@@ -506,6 +506,15 @@ class LlmArchConfig(
                 return parameters["rope_theta"]
         raise AttributeError(f"no rope_theta: position_encoding is {self.position_encoding!r}")
 
+    @rope_theta.setter
+    def rope_theta(self, value: float) -> None:
+        """
+        Raises:
+            AttributeError: for any value but the present one, which vLLM writes back after reading it.
+        """
+        if value != self.rope_theta:
+            raise AttributeError(f"rope_theta={value}: set it in rope_parameters, where layer types can have their own.")
+
     @property
     def rope_by_layer_type(self) -> dict[str, dict[str, Any]]:
         """The flat RoPE parameters of each layer type in use. Empty without RoPE."""

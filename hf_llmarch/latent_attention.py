@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
@@ -76,8 +77,12 @@ class LatentAttention(ScoredAttention):
         k, v = self.expand(latent, k_rope)
         if cache is not None and not self.cache_is_latent:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        out, weights = self.attend(torch.cat((q_nope, q_rope), dim=-1), k, v, attention_mask, **kwargs)
-        return self.o_proj(out), weights
+        q = torch.cat((q_nope, q_rope), dim=-1)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        out, weights = attention(
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+        )
+        return self.o_proj(out.reshape(*lead, -1)), weights
 
     def expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `(B, 1, S, r)` and the shared rotated key `(B, 1, S, R)` as whole keys `(B, H, S, N + R)` and

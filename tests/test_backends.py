@@ -8,7 +8,20 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM, LlmArchModel
 from hf_llmarch.compat import CACHE
-from tiny import MIXED, MLA, TEXT_LENGTH, assert_close, differs, redraw, text, tiny_config, tiny_model, variants
+from tiny import (
+    LONGROPE,
+    MIXED,
+    MLA,
+    MOE,
+    TEXT_LENGTH,
+    assert_close,
+    differs,
+    redraw,
+    text,
+    tiny_config,
+    tiny_model,
+    variants,
+)
 
 VARIANTS = [pytest.param(variant.switches, id=label) for label, _, variant in variants()]
 
@@ -21,11 +34,29 @@ DROPPED_BY: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "attention_sinks": ({"attention_sinks": True}, ("sdpa", "flash_attention_2", "flex_attention", "paged|eager")),
     "position_encoding": ({"position_encoding": "alibi"}, (*FLASH, "flex_attention", "paged|eager")),
     "position_encoding-t5": ({"position_encoding": "relative_bias"}, (*FLASH, "flex_attention", "paged|eager")),
+    "attention_chunk_size": ({"attention_chunk_size": 5}, (*FLASH, "paged|eager", "vllm")),
+}
+# What one text's tokens do to another's where both are in one row, and what vLLM does in its own way.
+NOT_SERVED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "rope_parameters": (
+        {"rope_parameters": {"rope_theta": 777.0, "rope_type": "dynamic", "factor": 3.0}},
+        ("paged|sdpa", "vllm"),
+    ),
+    "rope_parameters-long": ({"rope_parameters": LONGROPE}, ("paged|sdpa", "vllm")),
+    "capacity_factor": ({**MOE, "capacity_factor": 0.5}, ("paged|sdpa", "vllm")),
+    "expert_capacity": ({**MOE, "expert_capacity": 3}, ("paged|sdpa", "vllm")),
+    "router_type": ({**MOE, "router_type": "expert_choice", "use_cache": False}, ("paged|sdpa", "vllm")),
+    "lm_head_transform": ({"lm_head_transform": True}, ("vllm",)),
+    "logit_scale": ({"logit_scale": 0.3, "final_logit_softcapping": 0.5}, ("vllm", "vllm_mla")),
 }
 REFUSALS = [
     pytest.param(name.split("-")[0], switches, implementation, id=f"{name}-{implementation}")
     for name, (switches, implementations) in DROPPED_BY.items()
     for implementation in (*implementations, "somebody/kernel")
+] + [
+    pytest.param(name.split("-")[0], switches, implementation, id=f"{name}-{implementation}")
+    for name, (switches, implementations) in NOT_SERVED.items()
+    for implementation in implementations
 ]
 each_refusal = pytest.mark.parametrize(("name", "switches", "implementation"), REFUSALS)
 
