@@ -7,11 +7,12 @@ itself, as it will for a user; differences are taken in float64. Bytes are compa
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ from hf_llmarch.configuration_llmarch import AUTO_MAP, LlmArchConfig
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import model_class, plan_of_ours
 from .errors import ConversionError, some
+from .relation import their_class
+from .rules import Plan
 from .rules import plan as make_plan
 
 # Our class -> transformers' Auto class for the original.
@@ -170,12 +173,14 @@ def compare(
     export = plan_of_ours(converted, family)
     dropped = make_plan(original.config, original.shapes, family=export.family).dropped
     say("loading the original with transformers' own class")
-    native = load_model(getattr(transformers, AUTO_CLASSES[export.architecture]), original)
+    native = load_model(native_class(export), original)
     say("loading the converted model")
     model = load_model(model_class(export), converted)
 
     new_tokens = new_tokens if model.can_generate() else 0
     ids, mask = prompts(tokens, export.config, new_tokens)
+    if export.config.topology == "decoder" and not takes_positions(native, export.config):
+        mask = torch.ones_like(mask)  # BART's decoder alone counts padding as text
     new_tokens = max(0, min(new_tokens, export.config.max_position_embeddings - ids.shape[1]))
     say(f"comparing logits and hidden states over {int(mask.sum())} tokens")
     expected, found = (run(m, ids, mask, export.config.topology) for m in (native, model))
@@ -223,6 +228,19 @@ def compare(
     )
 
 
+def native_class(export: Plan) -> Any:
+    """transformers' class of the original: an Auto class cannot tell an encoder alone from the whole model."""
+    names = their_class(export.family, export.architecture, {"topology": export.config.topology})
+    named = getattr(transformers, names[0], None) if names else None
+    return named or getattr(transformers, AUTO_CLASSES[export.architecture])
+
+
+def takes_positions(native: Any, config: LlmArchConfig) -> bool:
+    """Whether it can be told that a text begins behind its padding, or need not be told."""
+    told = "position_ids" in inspect.signature(native.forward).parameters
+    return told or config.position_encoding not in ("learned", "sinusoidal")
+
+
 def load_model(auto: Any, checkpoint: Checkpoint) -> Any:
     try:
         model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32)
@@ -247,6 +265,11 @@ def prompts(tokens: Tensor | None, config: LlmArchConfig, new_tokens: int) -> tu
     if config.topology == "decoder":
         return tokens, mask
     mask = mask.flip(-1)
+    if config.classifier_pooling == "eos":
+        # Once in each row, at its end: transformers' classifiers want as many everywhere.
+        end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else cast(int, config.eos_token_id)
+        tokens = tokens.where(tokens != end, (end + 1) % config.vocab_size)
+        tokens = tokens.scatter(1, mask.sum(-1, keepdim=True) - 1, end)
     # Some encoders count positions by the padding token, not by the mask.
     return tokens.where(mask.bool(), 0 if config.pad_token_id is None else config.pad_token_id), mask
 

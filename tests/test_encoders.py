@@ -325,6 +325,27 @@ def test_dropout_goes_where_the_native_class_has_it(field: str, ours: str, tmp_p
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("case", "dense", "dropout"),
+    [
+        ("roberta", "classifier.dense", {"classifier_dropout": 1.0}),
+        ("electra", "classifier.dense", {"classifier_dropout": 1.0}),
+        ("distilbert", "pre_classifier", {"seq_classif_dropout": 1.0}),
+    ],
+)
+def test_dropout_before_the_classifiers_dense_layer(case: str, dense: str, dropout: Any, tmp_path: Path) -> None:
+    """Some families drop what the dense layer is given and what it makes, DistilBERT the latter alone."""
+    converted = build(case, SEQUENCE, tmp_path, **dropout)
+    given: list[torch.Tensor] = []
+    for model, name in ((converted.native, dense), (converted.ours, "head.dense")):
+        layer: Any = model.get_submodule(name)
+        layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+        model.train()(**inputs(converted.config))
+    dropped = [bool(x.abs().max() == 0) for x in given]
+    assert dropped == [case != "distilbert"] * 2
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", ["bert", "roberta"])
 def test_a_causal_model_of_an_encoder_family(case: str, tmp_path: Path) -> None:
     converted = build(case, "LlmArchForCausalLM", tmp_path, is_decoder=True)

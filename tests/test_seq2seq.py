@@ -331,19 +331,32 @@ def test_a_decoder_deeper_than_its_encoder() -> None:
     assert ours.generate(given["input_ids"], max_new_tokens=4).shape[0] == 3
 
 
-def test_a_bare_bart_has_a_head_without_a_bias() -> None:
-    """facebook/bart-base on the Hub is a BartModel: no prefix, no bias on the logits."""
+def test_a_bare_bart_generates_all_the_same(tmp_path: Path) -> None:
+    """facebook/bart-base on the Hub is a BartModel: no prefix, no bias on the logits, a number of fairseq's format."""
     config = {"model_type": "bart", "architectures": ["BartModel"], **BART}
-    shapes = native_shapes({"model_type": "bart", **BART})
-    bare = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
-    bare |= {"encoder.version": (1,), "encoder.embed_tokens.weight": bare["shared.weight"]}
-    proven = plan(config, bare)
-    assert not proven.config.lm_head_bias
-    assert proven.config.tie_word_embeddings
+    native = native_model({"model_type": "bart", **BART})
+    native.final_logits_bias.zero_()
+    native.model.save_pretrained(tmp_path / "native")
+    (tmp_path / "native" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "native" / "model.safetensors")
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    given = {**shapes, "encoder.version": (1,), "encoder.embed_tokens.weight": shapes["shared.weight"]}
+    proven = plan(config, given)
+    assert proven.architecture == "LlmArchModel"
     assert proven.dropped == {"encoder.version": "the number of fairseq's file format, a constant"}
     back = export_plan(proven.config)
-    assert back.their_shapes == {name: shape for name, shape in bare.items() if name != "encoder.version"}
+    assert back.their_shapes == {name: shape for name, shape in given.items() if name != "encoder.version"}
     assert back.foreign_config == config
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    ours = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours")
+    assert isinstance(ours, LlmArchForConditionalGeneration)
+    source, options = random_ids(2, SOURCE_LENGTH), {"max_new_tokens": 8, "no_repeat_ngram_size": 1}
+    assert ours.generate(source, **options).tolist() == native.generate(source, **options).tolist()
+    # Where no class is named it is the one that generates, whose logits then have no bias.
+    unnamed = plan({"model_type": "bart", **BART}, shapes)
+    assert unnamed.architecture == "LlmArchForConditionalGeneration"
+    assert not unnamed.config.lm_head_bias
+    assert export_plan(unnamed.config).their_shapes == shapes
 
 
 # As published before transformers 4.0, when one class served BART, mBART, PEGASUS and Marian.
