@@ -461,7 +461,7 @@ EXCEPTIONS: dict[str, str] = {
     "token_head_dense": "read by a token classifier: test_switches",
     "classifier_bias": "read by a sequence classifier: test_switches",
     "classifier_dropout": "read by a sequence classifier: test_switches",
-    "classifier_input_dropout": "read by a sequence classifier: test_switches",
+    "classifier_input_dropout": "read by a sequence classifier in training: test_task_heads",
     "positions_skip_padding": "acts where there is padding: test_switches",
     "pad_token_id": "a token's meaning: test_switches",
     "wrap_decoder_start": "how labels become a decoder's tokens: test_switches",
