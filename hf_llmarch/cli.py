@@ -223,7 +223,7 @@ def family_rows() -> list[dict[str, Any]]:
         {
             "name": module.FAMILY.name,
             "covers": " ".join((module.__doc__ or "").split()),
-            "architectures": list(module.FAMILY.architectures.values()),
+            "architectures": [*module.FAMILY.architectures.values(), *filter(None, [module.FAMILY.encoder])],
         }
         for module in modules
     ]
