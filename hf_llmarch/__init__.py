@@ -4,7 +4,10 @@ Importing the package registers its classes with transformers' Auto classes.
 """
 
 # First, before any name that another release of the host may lack.
-from .host import FOUND  # isort: skip  # noqa: F401
+from .host import __version__, check  # isort: skip
+
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -20,12 +23,15 @@ from .modeling_llmarch import (
     LlmArchModel,
     LlmArchPreTrainedModel,
 )
+from .peft_defaults import register as register_with_peft
 
-__version__ = "0.1.0"
+# Not in host.py: a pushed model does without it.
+with suppress(PackageNotFoundError):
+    check("peft", version("peft"))
 
 
 def _register() -> None:
-    """Make the Auto classes know ours, and `save_pretrained` copy our code beside the weights.
+    """Make the Auto classes know ours, `save_pretrained` copy our code beside the weights, and PEFT adapt our modules.
 
     What is registered is what `auto_map` promises to people who load without this package; twice does no harm.
     """
@@ -36,6 +42,7 @@ def _register() -> None:
         auto_class.register(*((ours.model_type,) if ours is LlmArchConfig else (LlmArchConfig,)), ours, exist_ok=True)
     # By this table Trainer knows for which heads label smoothing has to shift the labels.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[LlmArchConfig.model_type] = LlmArchForCausalLM.__name__
+    register_with_peft(LlmArchConfig.model_type)
 
 
 _register()
@@ -50,4 +57,5 @@ __all__ = [
     "LlmArchForTokenClassification",
     "LlmArchModel",
     "LlmArchPreTrainedModel",
+    "__version__",
 ]

@@ -4,7 +4,9 @@
 from .host import FOUND  # isort: skip
 
 import inspect
+import re
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,25 @@ from transformers.masking_utils import (
 
 # 5.24 renamed the cache from `past_key_values` to `cache`, as an argument and as an output's field.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def _peft() -> tuple[int, ...]:
+    """The installed PEFT's version; without PEFT, one that asks for nothing."""
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", version("peft"))[:2])
+    except PackageNotFoundError:
+        return (99,)
+
+
+# What `prepare_inputs_for_generation` calls the cache; `forward` takes both names. PEFT reads it there, to put a prompt
+# or a prefix before the text once, and before 0.22 knows the former name alone: without one, at every token.
+PREPARED_CACHE = "past_key_values" if _peft() < (0, 22) else CACHE
+
+
+def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a step of generation, with the cache under the name that PEFT looks for."""
+    return {PREPARED_CACHE if name == CACHE else name: value for name, value in inputs.items()}
+
 
 # Layer type -> the host's mask function, the table that `generate` uses for compiled caches.
 MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING

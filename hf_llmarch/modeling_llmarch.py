@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs,
 
 from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
 from .block import Block, block
-from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay
+from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
@@ -521,7 +521,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
                 kwargs[CACHE] = kwargs["next_sequence_length"] = None
         # Named, because the host asks this signature whether embeddings can begin a text.
-        return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        return prepared(super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs))
 
     @can_return_tuple
     def forward(
@@ -602,6 +602,10 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """What the decoder reads in training, see `shift_right`; the host's collators call it."""
         return shift_right(self.config, labels)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the host's, see `prepared`."""
+        return prepared(super().prepare_inputs_for_generation(*args, **kwargs))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.
