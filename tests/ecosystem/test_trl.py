@@ -109,9 +109,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.shows(
-    "Training", "TRL SFT: padded, padding-free and packed, with the loss of separate texts", "trl"
-)
+@pytest.mark.shows("Training", "TRL SFT: padded, padding-free and packed, with the loss of separate texts", "trl")
 @each_model
 @pytest.mark.parametrize("form", FORMS)
 def test_sft(form: str, switches: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
