@@ -350,7 +350,9 @@ class LinearExperts(nn.ModuleList):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        return by_segments(lambda e, x: self[e](x), len(self), hidden_states, top_k_index, top_k_weights)
+        # Gradients of zeros rather than none: processes that train together wait for each other's of every parameter.
+        every = self.training and torch.is_grad_enabled()
+        return by_segments(lambda e, x: self[e](x), len(self), hidden_states, top_k_index, top_k_weights, every)
 
 
 def by_segments(
@@ -359,10 +361,12 @@ def by_segments(
     x: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
+    every: bool = False,
 ) -> torch.Tensor:
     """Sum over each token's experts of weight x run(expert, token): `(N, C)`, `(N, K)` -> `(N, C)`.
 
     An index of `experts` is nobody's (expert parallelism sends it for tokens that live elsewhere) and adds nothing.
+    With `every`, experts without a token run on none.
     """
     if len(x) == 1 and not torch.is_grad_enabled():
         return one_token(run, experts, x, indices[0].tolist(), weights[0])
@@ -371,7 +375,7 @@ def by_segments(
     rows = order // indices.shape[-1]
     counts = flat.bincount(minlength=experts + 1).tolist()
     segments = x[rows].split(counts)
-    outputs = [run(e, segment) for e, segment in enumerate(segments[:experts]) if counts[e]]
+    outputs = [run(e, segment) for e, segment in enumerate(segments[:experts]) if counts[e] or every]
     result = torch.zeros_like(x)
     if not outputs:
         return result
