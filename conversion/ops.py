@@ -118,7 +118,11 @@ def both(theirs: str | Sequence[str], ours: str | Sequence[str] | None = None, o
 
 def only(when: Callable[[Any], bool], rules: Sequence[Rule]) -> list[Rule]:
     """The rules of one variant of a family; conditions that they have already hold as well."""
-    return [replace(rule, when=lambda config, own=rule.when: when(config) and own(config)) for rule in rules]
+
+    def also(own: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda config: when(config) and own(config)
+
+    return [replace(rule, when=also(rule.when)) for rule in rules]
 
 
 def _rule(theirs: str | Sequence[str], ours: str | Sequence[str] | None, op: Op, suffix: str) -> Rule:

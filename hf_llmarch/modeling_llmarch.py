@@ -375,7 +375,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         )
         given |= {"encoder_hidden_states": encoded.last_hidden_state, "encoder_attention_mask": attention_mask}
         outputs = self.run_layers(decoder_input_ids, decoder_attention_mask, position_ids, **given)
-        return two_stacks(encoded, outputs)
+        return cast(BaseModelOutput, two_stacks(encoded, outputs))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -804,7 +804,7 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
 
     def carried(self, outputs: ModelOutput) -> dict[str, Any]:
         """Those outputs of the base model that the task's have a place for."""
-        known = {f.name for f in fields(self.output_class)}
+        known = {f.name for f in fields(cast(Any, self.output_class))}
         return {name: value for name, value in outputs.items() if name in known}
 
 
@@ -960,7 +960,9 @@ class LlmArchForQuestionAnswering(LlmArchTaskModel):
         **kwargs: Any,
     ) -> ModelOutput:
         """As the other heads', with two labels a text."""
-        both = start_positions is not None and end_positions is not None
+        labels = None
+        if start_positions is not None and end_positions is not None:
+            labels = torch.stack((start_positions.flatten(), end_positions.flatten()), dim=-1)
         return super().forward(
             input_ids,
             attention_mask,
