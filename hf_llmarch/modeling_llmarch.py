@@ -133,7 +133,6 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     config: LlmArchConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block", "ParallelBlock", "SharedNormParallelBlock", "CrossBlock"]
     _skip_keys_device_placement = [CACHE]
     _supports_attention_backend = True
     _can_record_outputs = {
@@ -297,6 +296,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_projection = chain(nn.Linear(width, config.hidden_size) if config.embedding_size else None)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
         self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
+        # Of this model alone: accelerate looks for each class that it is given.
+        self._no_split_modules = {type(layer).__name__ for layer in self.layers}
         self.norm = chain(norm(config) if config.final_norm else None)
         self.final_dropout = chain(dropout(config.final_dropout))
         self.pooler = Pooler(config) if config.pooler else None

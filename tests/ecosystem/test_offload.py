@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_llmarch import LlmArchPreTrainedModel
-from hf_llmarch.block import BLOCKS
+from hf_llmarch.block import Block
 from tests.tiny import HEADS, MIXED, MLA, MOE, redraw, text, tiny_config
 
 READS: dict[str, Any] = {"topology": "encoder-decoder", "decoder_start_token_id": 1, "pad_token_id": 0}
@@ -58,6 +57,11 @@ def test_offloaded_to_disk(case: str, tmp_path: Path) -> None:
         assert torch.equal(spread.generate(ids, **options), model.generate(ids, **options))
 
 
-def test_blocks_are_named() -> None:
-    """`_no_split_modules` has every class that a layer can be of."""
-    assert set(LlmArchPreTrainedModel._no_split_modules or ()) == {kind.__name__ for kind in BLOCKS.values()}
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_are_named(case: str) -> None:
+    """`_no_split_modules` has the classes of a model's layers, and no other: accelerate's FSDP looks for each of them."""
+    config = tiny_config(**CASES[case])
+    with torch.device("meta"):
+        model = HEADS[config.topology](config)
+    blocks = {type(module).__name__ for module in model.modules() if isinstance(module, Block)}
+    assert model._no_split_modules == blocks
