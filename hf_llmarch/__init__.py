@@ -4,10 +4,7 @@ Importing the package registers its classes with transformers' Auto classes.
 """
 
 # First, before any name that another release of the host may lack.
-from .host import __version__, check  # isort: skip
-
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from .host import FOUND  # isort: skip  # noqa: F401
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -25,9 +22,7 @@ from .modeling_llmarch import (
 )
 from .peft_defaults import register as register_with_peft
 
-# Not in host.py: a pushed model does without it.
-with suppress(PackageNotFoundError):
-    check("peft", version("peft"))
+__version__ = "0.1.0"
 
 
 def _register() -> None:
@@ -57,5 +52,4 @@ __all__ = [
     "LlmArchForTokenClassification",
     "LlmArchModel",
     "LlmArchPreTrainedModel",
-    "__version__",
 ]
