@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -308,11 +309,22 @@ def open_hub(repository: str, revision: str | None, allow_pickle: bool) -> Check
             commit = snapshot.name if re.fullmatch("[0-9a-f]{40}", snapshot.name) else revision
             snapshot = Path(snapshot_download(repository, revision=commit, ignore_patterns=list(NEVER_DOWNLOADED)))
     except (OSError, ValueError) as error:
+        why = why_not(error, repository, revision)
         raise CheckpointError(
-            f"{repository!r} is no local folder or file, and could not be had from the Hub"
-            f"{f' at revision {revision!r}' if revision else ''}: {error}"
+            f"{repository!r} is no local folder or file, and could not be had from the Hub: {why}"
         ) from error
     return plain(FolderCheckpoint(repository, snapshot, allow_pickle=allow_pickle))
+
+
+def why_not(error: Exception, repository: str, revision: str | None) -> str:
+    """Why the Hub did not give a repository, and what to do about it."""
+    page, login = f"{constants.ENDPOINT}/{repository}", "`hf auth login` lets this machine in"
+    rows: tuple[tuple[type[Exception], str], ...] = (
+        (GatedRepoError, f"it is gated. Accept its terms at {page}; then {login}."),
+        (RepositoryNotFoundError, f"there is no such repository. Check its name; if it is private, {login}."),
+        (RevisionNotFoundError, f"it has no revision {revision!r}: {page}/tree/main lists them."),
+    )
+    return next((why for kind, why in rows if isinstance(error, kind)), " ".join(str(error).split()))
 
 
 def hub_state(path: Path) -> dict[str, str]:

@@ -30,7 +30,7 @@ from hf_llmarch.conversion.errors import ConversionError, DestinationError
 from hf_llmarch.conversion.verify import Certificate
 
 from .configuration_llmarch import AUTO_MAP, LlmArchConfig
-from .host import BEFORE, OLDEST
+from .host import SUPPORTED
 
 if TYPE_CHECKING:
     from hf_llmarch.conversion.convert import Report
@@ -131,8 +131,7 @@ def make(
         title=name,
         summary=summary(base_model, origin, report),
         usage=usage(checkpoint, config, name),
-        oldest=".".join(map(str, OLDEST)),
-        before=".".join(map(str, BEFORE)),
+        supported=SUPPORTED,
         numbers=numbers(checkpoint, config),
         switches=list(changed_switches(config)),
         origin=provenance(base_model, origin, report),
@@ -266,7 +265,7 @@ def changed_switches(config: LlmArchConfig) -> Iterator[dict[str, str]]:
             continue
         if f.default is None and follows(values, f.name):
             continue
-        yield {"name": f.name, "value": cell(f"`{shown(value)}`"), "doc": cell(f.metadata["doc"])}
+        yield {"name": f.name, "value": cell(f"`{shown(value)}`"), "doc": cell(LlmArchConfig.docs()[f.name])}
 
 
 def follows(values: dict[str, Any], name: str) -> bool:

@@ -203,7 +203,7 @@ def switch_rows() -> list[dict[str, Any]]:
             "type": spelling(fields[name].type),
             "default": fields[name].default,
             "needs": NEEDS.get(name, (None,))[0],
-            "doc": fields[name].metadata["doc"],
+            "doc": LlmArchConfig.docs()[name],
         }
         # dataclasses collect their bases from the last to the first; the bases themselves stand in reading order.
         for mixin in reversed(LlmArchConfig.__bases__)
@@ -280,7 +280,8 @@ def inspect(
     text: Annotated[str | None, typer.Option(help="Run this text, and show how it spreads over the experts.")] = None,
     revision: Revision = None,
 ) -> Answer:
-    """What each layer sees: its attention, its positions, how far back the last token reads; the load of experts."""
+    """What each layer sees: its attention, its positions, how far back the last token reads; the load of experts; how
+    much of a quantised model is quantised."""
     from dataclasses import asdict
 
     from hf_llmarch.analysis import receptive_field
@@ -303,6 +304,12 @@ def inspect(
         loads = expert_loads(source, text, revision)
         views.append(facts("Experts", {load.name: str(load).partition(": ")[2] for load in loads}))
         data["experts"] = [{**asdict(load), "entropy": load.entropy, "busiest": load.busiest} for load in loads]
+    if getattr(config, "quantization_config", None):
+        from hf_llmarch.quantisation import quantised_share
+
+        share = quantised_share(source, revision=revision)
+        views.append(facts("Quantised", share.facts))
+        data["quantised"] = {**asdict(share), "share": share.share, "bits": share.bits, "advice": share.advice}
     return Answer(data, Group(*views))
 
 

@@ -2,7 +2,7 @@
 
 Each field states one behaviour; nothing in the package asks for a model's name. Fields are grouped by topic in the
 mixins below, in the order in which a reader meets them in a model; `config.json` stays flat. What a value means is in
-the field's own text (`switches()` lists them); which combinations are refused is the table `RULES` and `NEEDS`.
+the text below the field (`docs()` has them all); which combinations are refused is the table `RULES` and `NEEDS`.
 
 Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
 """
@@ -10,10 +10,14 @@ Do not add `from __future__ import annotations` here: with string annotations `@
 # First, before any name that another release of the host may lack.
 from .host import FOUND  # isort: skip  # noqa: F401
 
+import ast
 import copy
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 from huggingface_hub.dataclasses import strict
@@ -50,310 +54,437 @@ else:
     FilledInt, FilledBool, FilledList = int | None, bool | None, list[str] | None
 
 
-def switch(default: Any, doc: str) -> Any:
-    """A config field with its documentation, readable at run time through `switches()`."""
-    return field(default=default, metadata={"doc": doc})
+def switch(default: Any) -> Any:
+    """A config field. The string below it says what it does: editors show it, and `LlmArchConfig.docs()` reads it."""
+    return field(default=default, metadata={"switch": True})
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SizeSwitches:
-    vocab_size: int = switch(32000, "Rows of the token embedding and of the output head.")
-    hidden_size: int = switch(512, "Width of the residual stream.")
-    num_hidden_layers: int = switch(8, "Number of blocks.")
-    intermediate_size: FilledInt = switch(
-        None,
-        "Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to "
-        "`ffn_multiple_of` for `glu`, so that both have about the same number of parameters.",
-    )
-    max_position_embeddings: int = switch(
-        2048,
-        "Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling.",
-    )
-    topology: Topology = switch(
-        "decoder", "Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."
-    )
-    source_stack: dict[str, Any] | None = switch(
-        None, "What the encoder of an encoder-decoder has otherwise than the decoder, field by field."
-    )
-    share_source_embeddings: bool = switch(True, "Encoder and decoder of an encoder-decoder read one embedding.")
-    layer_groups: int | None = switch(
-        None, "Encoder: that many blocks, each run num_hidden_layers / layer_groups times in a row (ALBERT)."
-    )
+    vocab_size: int = switch(32000)
+    """Rows of the token embedding and of the output head."""
+
+    hidden_size: int = switch(512)
+    """Width of the residual stream."""
+
+    num_hidden_layers: int = switch(8)
+    """Number of blocks."""
+
+    intermediate_size: FilledInt = switch(None)
+    """Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to
+    `ffn_multiple_of` for `glu`, so that both have about the same number of parameters.
+    """
+
+    max_position_embeddings: int = switch(2048)
+    """Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."""
+
+    topology: Topology = switch("decoder")
+    """Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."""
+
+    source_stack: dict[str, Any] | None = switch(None)
+    """What the encoder of an encoder-decoder has otherwise than the decoder, field by field."""
+
+    share_source_embeddings: bool = switch(True)
+    """Encoder and decoder of an encoder-decoder read one embedding."""
+
+    layer_groups: int | None = switch(None)
+    """Encoder: that many blocks, each run num_hidden_layers / layer_groups times in a row (ALBERT)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class AttentionSwitches:
-    attention_type: AttentionType | None = switch(
-        None,
-        "How heads share keys and values. None: follows from the head counts (`mla` when `kv_lora_rank` is set). "
-        "MQA: arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.",
-    )
-    num_attention_heads: int = switch(8, "Number of query heads.")
-    num_key_value_heads: FilledInt = switch(
-        None, "Number of key and value heads. None: one a query head (1 for `mqa`)."
-    )
-    head_dim: FilledInt = switch(None, "Width of a head. None: hidden_size / num_attention_heads.")
-    v_head_dim: FilledInt = switch(None, "MLA: width of a value head.")
-    q_lora_rank: int | None = switch(None, "MLA: rank of the query compression. None: queries are not compressed.")
-    kv_lora_rank: FilledInt = switch(None, "MLA: rank of the joint key and value compression, the cached latent.")
-    qk_nope_head_dim: FilledInt = switch(None, "MLA: part of a query/key head that carries no position.")
-    qk_rope_head_dim: FilledInt = switch(None, "MLA: part of a query/key head that is rotated; its key is shared.")
-    mla_cache: Literal["latent", "expanded"] = switch(
-        "latent", "MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."
-    )
-    latent_norm_eps: Number | None = switch(None, "MLA: eps of the norms on the latents. None: as `norm_eps`.")
-    attention_bias: bool = switch(False, "Biases on the query, key and value projections.")
-    attention_output_bias: bool = switch(False, "Bias on the output projection.")
-    qk_norm: QKNorm = switch(
-        "none",
-        "Norm of queries and keys before the rotation: `head` over a head with one weight for all heads (Qwen3), "
-        "`heads` over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).",
-    )
-    qk_norm_type: NormType | None = switch(None, "Norm used by `qk_norm`. None: as `norm_type`.")
-    qk_norm_bias: bool | None = switch(None, "A bias on the norms of `qk_norm`. None: as `norm_bias`.")
-    attention_scale: Number | None = switch(
-        None, "Factor on q.k. None: 1/sqrt(query/key head width), times YaRN's mscale squared for `mla`."
-    )
-    attention_scale_by_layer: bool = switch(
-        False, "Divide the attention scale by the 1-based layer number (GPT-2's scale_attn_by_inverse_layer_idx)."
-    )
-    attn_logit_softcapping: Number | None = switch(
-        None, "Bound c on attention scores, c * tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118)."
-    )
-    attention_sinks: bool = switch(
-        False, "A learned logit per head that joins the softmax and is then dropped (gpt-oss), so weights sum to < 1."
-    )
-    clip_qkv: Number | None = switch(None, "Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo).")
-    attention_dropout: Number = switch(0.0, "Dropout on attention weights, in training.")
-    sliding_window: int | None = switch(
-        None,
-        "Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i; in an encoder, keys on either "
-        "side: i-w .. i+w.",
-    )
-    attention_chunk_size: int | None = switch(
-        None, "Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."
-    )
-    layer_types: FilledList = switch(
-        None,
-        "One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when "
-        "`sliding_window` is set, chunked when `attention_chunk_size` is, else full.",
-    )
+    attention_type: AttentionType | None = switch(None)
+    """How heads share keys and values. None: follows from the head counts (`mla` when `kv_lora_rank` is set). MQA:
+    arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.
+    """
+
+    num_attention_heads: int = switch(8)
+    """Number of query heads."""
+
+    num_key_value_heads: FilledInt = switch(None)
+    """Number of key and value heads. None: one a query head (1 for `mqa`)."""
+
+    head_dim: FilledInt = switch(None)
+    """Width of a head. None: hidden_size / num_attention_heads."""
+
+    v_head_dim: FilledInt = switch(None)
+    """MLA: width of a value head."""
+
+    q_lora_rank: int | None = switch(None)
+    """MLA: rank of the query compression. None: queries are not compressed."""
+
+    kv_lora_rank: FilledInt = switch(None)
+    """MLA: rank of the joint key and value compression, the cached latent."""
+
+    qk_nope_head_dim: FilledInt = switch(None)
+    """MLA: part of a query/key head that carries no position."""
+
+    qk_rope_head_dim: FilledInt = switch(None)
+    """MLA: part of a query/key head that is rotated; its key is shared."""
+
+    mla_cache: Literal["latent", "expanded"] = switch("latent")
+    """MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."""
+
+    latent_norm_eps: Number | None = switch(None)
+    """MLA: eps of the norms on the latents. None: as `norm_eps`."""
+
+    attention_bias: bool = switch(False)
+    """Biases on the query, key and value projections."""
+
+    attention_output_bias: bool = switch(False)
+    """Bias on the output projection."""
+
+    qk_norm: QKNorm = switch("none")
+    """Norm of queries and keys before the rotation: `head` over a head with one weight for all heads (Qwen3), `heads`
+    over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).
+    """
+
+    qk_norm_type: NormType | None = switch(None)
+    """Norm used by `qk_norm`. None: as `norm_type`."""
+
+    qk_norm_bias: bool | None = switch(None)
+    """A bias on the norms of `qk_norm`. None: as `norm_bias`."""
+
+    attention_scale: Number | None = switch(None)
+    """Factor on q.k. None: 1/sqrt(query/key head width), times YaRN's mscale squared for `mla`."""
+
+    attention_scale_by_layer: bool = switch(False)
+    """Divide the attention scale by the 1-based layer number (GPT-2's scale_attn_by_inverse_layer_idx)."""
+
+    attn_logit_softcapping: Number | None = switch(None)
+    """Bound c on attention scores, c * tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118)."""
+
+    attention_sinks: bool = switch(False)
+    """A learned logit per head that joins the softmax and is then dropped (gpt-oss), so weights sum to < 1."""
+
+    clip_qkv: Number | None = switch(None)
+    """Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo)."""
+
+    attention_dropout: Number = switch(0.0)
+    """Dropout on attention weights, in training."""
+
+    sliding_window: int | None = switch(None)
+    """Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i; in an encoder, keys on either
+    side: i-w .. i+w.
+    """
+
+    attention_chunk_size: int | None = switch(None)
+    """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
+
+    layer_types: FilledList = switch(None)
+    """One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when `sliding_window` is
+    set, chunked when `attention_chunk_size` is, else full.
+    """
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class PositionSwitches:
-    position_encoding: PositionEncoding = switch(
-        "rope",
-        "How order enters: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope` (arXiv "
-        "2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683) "
-        "are added to the scores.",
-    )
-    rope_parameters: dict[str, Any] | None = switch(
-        None,
-        "RoPE: `rope_theta`, `partial_rotary_factor`, and `rope_type` (default, linear, ntk, dynamic, yarn, llama3, "
-        "longrope) with its own keys; or one such dict a layer type, for local and global bases.",
-    )
-    rope_interleaved: bool = switch(
-        False, "Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."
-    )
-    nope_layers: list[int] | None = switch(
-        None, "Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."
-    )
-    sinusoidal_layout: SinusoidalLayout = switch(
-        "interleaved", "Sine and cosine alternate as in the paper, or fill one half each as in Marian."
-    )
-    sinusoidal_endpoint: bool = switch(
-        False,
-        "Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop a step before.",
-    )
-    position_offset: int = switch(
-        0, "Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."
-    )
-    positions_skip_padding: bool = switch(
-        False,
-        "Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100).",
-    )
-    alibi_bias_max: int = switch(8, "ALiBi: exponent of the smallest slope, 2^-alibi_bias_max.")
-    alibi_scaled: bool = switch(False, "ALiBi: the bias is multiplied by the attention scale as well (Falcon).")
-    alibi_in_bf16: bool = switch(
-        False, "ALiBi: slope times the key's place among the real tokens, rounded to bf16 in any dtype (Falcon)."
-    )
-    relative_attention_num_buckets: int = switch(32, "T5 bias: number of distance buckets.")
-    relative_attention_max_distance: int = switch(128, "T5 bias: distance from which on all share the last bucket.")
-    relative_attention_shared: bool = switch(True, "T5 bias: one table for all layers; else one a layer (umT5).")
+    position_encoding: PositionEncoding = switch("rope")
+    """How order enters: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope` (arXiv
+    2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683) are
+    added to the scores.
+    """
+
+    rope_parameters: dict[str, Any] | None = switch(None)
+    """RoPE: `rope_theta`, `partial_rotary_factor`, and `rope_type` (default, linear, ntk, dynamic, yarn, llama3,
+    longrope) with its own keys; or one such dict a layer type, for local and global bases.
+    """
+
+    rope_interleaved: bool = switch(False)
+    """Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."""
+
+    nope_layers: list[int] | None = switch(None)
+    """Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."""
+
+    sinusoidal_layout: SinusoidalLayout = switch("interleaved")
+    """Sine and cosine alternate as in the paper, or fill one half each as in Marian."""
+
+    sinusoidal_endpoint: bool = switch(False)
+    """Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop a step before."""
+
+    position_offset: int = switch(0)
+    """Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."""
+
+    positions_skip_padding: bool = switch(False)
+    """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
+
+    alibi_bias_max: int = switch(8)
+    """ALiBi: exponent of the smallest slope, 2^-alibi_bias_max."""
+
+    alibi_scaled: bool = switch(False)
+    """ALiBi: the bias is multiplied by the attention scale as well (Falcon)."""
+
+    alibi_in_bf16: bool = switch(False)
+    """ALiBi: slope times the key's place among the real tokens, rounded to bf16 in any dtype (Falcon)."""
+
+    relative_attention_num_buckets: int = switch(32)
+    """T5 bias: number of distance buckets."""
+
+    relative_attention_max_distance: int = switch(128)
+    """T5 bias: distance from which on all share the last bucket."""
+
+    relative_attention_shared: bool = switch(True)
+    """T5 bias: one table for all layers; else one a layer (umT5)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class FeedForwardSwitches:
-    ffn_type: FFNType = switch("glu", "`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202.")
-    hidden_act: str = switch(
-        "silu",
-        "Activation, any name transformers knows. With `glu`: sigmoid is GLU, relu ReGLU, gelu GEGLU, silu SwiGLU.",
-    )
-    swish_beta: float | int | Literal["learned"] | None = switch(
-        None, "Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."
-    )
-    glu_limit: Number | None = switch(
-        None, "Bounds inside a GLU: gate at most this, the other half within +- this (gpt-oss)."
-    )
-    glu_up_offset: Number = switch(0.0, "Added to the ungated half of a GLU (gpt-oss: 1).")
-    ffn_bias: bool = switch(False, "Biases in the feed-forward, experts included.")
-    ffn_multiple_of: int = switch(256, "Rounding of the derived `intermediate_size` of `glu`.")
+    ffn_type: FFNType = switch("glu")
+    """`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202."""
+
+    hidden_act: str = switch("silu")
+    """Activation, any name transformers knows. With `glu`: sigmoid is GLU, relu ReGLU, gelu GEGLU, silu SwiGLU."""
+
+    swish_beta: float | int | Literal["learned"] | None = switch(None)
+    """Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."""
+
+    glu_limit: Number | None = switch(None)
+    """Bounds inside a GLU: gate at most this, the other half within +- this (gpt-oss)."""
+
+    glu_up_offset: Number = switch(0.0)
+    """Added to the ungated half of a GLU (gpt-oss: 1)."""
+
+    ffn_bias: bool = switch(False)
+    """Biases in the feed-forward, experts included."""
+
+    ffn_multiple_of: int = switch(256)
+    """Rounding of the derived `intermediate_size` of `glu`."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
-    num_experts: int | None = switch(None, "Experts of a sparse layer. None: every feed-forward is dense.")
-    num_experts_per_tok: int = switch(2, "Experts a token is sent to (expert choice: on average).")
-    moe_intermediate_size: int | None = switch(None, "Inner width of one expert. None: `intermediate_size`.")
-    num_shared_experts: int = switch(0, "Experts that every token passes, as one of that many times the width.")
-    shared_expert_intermediate_size: int | None = switch(
-        None, "Inner width of what every token passes. None: num_shared_experts x moe_intermediate_size."
-    )
-    shared_expert_gate: bool = switch(False, "A sigmoid gate on the shared expert's output (Qwen2-MoE).")
-    mlp_layer_types: list[str] | None = switch(
-        None, "`dense` or `sparse` a layer. None: all sparse if there are experts."
-    )
-    router_type: RouterType = switch(
-        "top_k",
-        "`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); "
-        "`expert_choice`: experts pick tokens of a row (arXiv 2202.09368; sees the future, so not for generation).",
-    )
-    router_score: RouterScore = switch(
-        "softmax",
-        "How router logits become scores. Softmax over the picked logits alone is `softmax` with `norm_topk_prob`.",
-    )
-    router_bias: bool = switch(False, "A bias on the router's logits (gpt-oss).")
-    router_in_fp32: bool = switch(True, "Compute router logits in fp32 whatever the model's dtype.")
-    norm_topk_prob: bool = switch(True, "Renormalise the picked experts' weights to sum to one.")
-    routed_scaling_factor: Number = switch(1.0, "Factor on the routed experts' weights.")
-    n_group: int | None = switch(None, "Groups of experts for group-limited routing (DeepSeek). None: no groups.")
-    topk_group: int | None = switch(None, "Groups that a token's experts may come from.")
-    router_group_score: RouterGroupScore = switch(
-        "max", "A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."
-    )
-    router_selection_bias: bool = switch(
-        False, "A bias an expert that picks are made by but not weighed by, saved with the model (DeepSeek-V3)."
-    )
-    router_bias_update_rate: Number = switch(
-        0.0, "Step of that bias after each optimiser step: balance without an auxiliary loss (arXiv 2408.15664)."
-    )
-    router_aux_loss_coef: Number = switch(0.0, "Weight of the load-balancing loss in training (arXiv 2101.03961).")
-    router_aux_loss_scope: RouterLossScope = switch(
-        "sequence",
-        "Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is "
-        "split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).",
-    )
-    router_z_loss_coef: Number = switch(0.0, "Weight of the router z-loss in training (arXiv 2202.08906).")
-    router_jitter_noise: Number = switch(
-        0.0, "Relative noise on the router's input, in training. `sparsemixer`: half its relative distance, always."
-    )
-    capacity_factor: Number | None = switch(
-        None,
-        "An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a "
-        "forward pass. So later tokens count for earlier ones: for training, not for cached decoding. None: all.",
-    )
-    expert_capacity: int | None = switch(
-        None, "An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."
-    )
-    overflow: Overflow = switch(
-        "drop", "A token whose expert is full: only the residual passes, or the best expert that has room."
-    )
-    experts_layout: ExpertsLayout = switch(
-        "packed", "One 3-D weight for all experts, for speed; or plain Linears, for PEFT and quantisers."
-    )
+    num_experts: int | None = switch(None)
+    """Experts of a sparse layer. None: every feed-forward is dense."""
+
+    num_experts_per_tok: int = switch(2)
+    """Experts a token is sent to (expert choice: on average)."""
+
+    moe_intermediate_size: int | None = switch(None)
+    """Inner width of one expert. None: `intermediate_size`."""
+
+    num_shared_experts: int = switch(0)
+    """Experts that every token passes, as one of that many times the width."""
+
+    shared_expert_intermediate_size: int | None = switch(None)
+    """Inner width of what every token passes. None: num_shared_experts x moe_intermediate_size."""
+
+    shared_expert_gate: bool = switch(False)
+    """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
+
+    mlp_layer_types: list[str] | None = switch(None)
+    """`dense` or `sparse` a layer. None: all sparse if there are experts."""
+
+    router_type: RouterType = switch("top_k")
+    """`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); `expert_choice`:
+    experts pick tokens of a row (arXiv 2202.09368; sees the future, so not for generation).
+    """
+
+    router_score: RouterScore = switch("softmax")
+    """How router logits become scores. Softmax over the picked logits alone is `softmax` with `norm_topk_prob`."""
+
+    router_bias: bool = switch(False)
+    """A bias on the router's logits (gpt-oss)."""
+
+    router_in_fp32: bool = switch(True)
+    """Compute router logits in fp32 whatever the model's dtype."""
+
+    norm_topk_prob: bool = switch(True)
+    """Renormalise the picked experts' weights to sum to one."""
+
+    routed_scaling_factor: Number = switch(1.0)
+    """Factor on the routed experts' weights."""
+
+    n_group: int | None = switch(None)
+    """Groups of experts for group-limited routing (DeepSeek). None: no groups."""
+
+    topk_group: int | None = switch(None)
+    """Groups that a token's experts may come from."""
+
+    router_group_score: RouterGroupScore = switch("max")
+    """A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."""
+
+    router_selection_bias: bool = switch(False)
+    """A bias an expert that picks are made by but not weighed by, saved with the model (DeepSeek-V3)."""
+
+    router_bias_update_rate: Number = switch(0.0)
+    """Step of that bias after each optimiser step: balance without an auxiliary loss (arXiv 2408.15664)."""
+
+    router_aux_loss_coef: Number = switch(0.0)
+    """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
+
+    router_aux_loss_scope: RouterLossScope = switch("sequence")
+    """Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is
+    split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).
+    """
+
+    router_z_loss_coef: Number = switch(0.0)
+    """Weight of the router z-loss in training (arXiv 2202.08906)."""
+
+    router_jitter_noise: Number = switch(0.0)
+    """Relative noise on the router's input, in training. `sparsemixer`: half its relative distance, always."""
+
+    capacity_factor: Number | None = switch(None)
+    """An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a forward
+    pass. So later tokens count for earlier ones: for training, not for cached decoding. None: all.
+    """
+
+    expert_capacity: int | None = switch(None)
+    """An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."""
+
+    overflow: Overflow = switch("drop")
+    """A token whose expert is full: only the residual passes, or the best expert that has room."""
+
+    experts_layout: ExpertsLayout = switch("packed")
+    """One 3-D weight for all experts, for speed; or plain Linears, for PEFT and quantisers."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class NormSwitches:
-    norm_type: NormType = switch(
-        "rmsnorm", "Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467)."
-    )
-    norm_placement: NormPlacement = switch(
-        "pre",
-        "Where the norms of a branch f stand: `pre` x+f(n(x)), `post` n(x+f(x)), `sandwich` x+n(f(n(x))) (Gemma 2), "
-        "`branch` x+n(f(x)) (OLMo 2).",
-    )
-    norm_eps: Number = switch(1e-6, "Added to the variance or mean square, in every norm of the model.")
-    norm_bias: FilledBool = switch(None, "A bias on norms. None: yes for layernorm, no for rmsnorm.")
-    norm_offset: Number = switch(0.0, "The gain is offset + weight: 1.0 where a checkpoint stores gain - 1 (Gemma).")
-    norm_weight_in_fp32: bool = switch(
-        False, "Apply the gain before the result is cast back to the input's dtype (Gemma, OLMo 2), not after (LLaMA)."
-    )
-    final_norm: bool = switch(True, "A norm after the last block.")
-    embedding_norm: bool = switch(False, "A norm after the embedding (BLOOM).")
-    first_attention_norm: bool = switch(
-        True,
-        "The norm before the first layer's attention; ModernBERT has none, the embedding's norm being just before.",
-    )
+    norm_type: NormType = switch("rmsnorm")
+    """Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467)."""
+
+    norm_placement: NormPlacement = switch("pre")
+    """Where the norms of a branch f stand: `pre` x+f(n(x)), `post` n(x+f(x)), `sandwich` x+n(f(n(x))) (Gemma 2),
+    `branch` x+n(f(x)) (OLMo 2).
+    """
+
+    norm_eps: Number = switch(1e-6)
+    """Added to the variance or mean square, in every norm of the model."""
+
+    norm_bias: FilledBool = switch(None)
+    """A bias on norms. None: yes for layernorm, no for rmsnorm."""
+
+    norm_offset: Number = switch(0.0)
+    """The gain is offset + weight: 1.0 where a checkpoint stores gain - 1 (Gemma)."""
+
+    norm_weight_in_fp32: bool = switch(False)
+    """Apply the gain before the result is cast back to the input's dtype (Gemma, OLMo 2), not after (LLaMA)."""
+
+    final_norm: bool = switch(True)
+    """A norm after the last block."""
+
+    embedding_norm: bool = switch(False)
+    """A norm after the embedding (BLOOM)."""
+
+    first_attention_norm: bool = switch(True)
+    """The norm before the first layer's attention; ModernBERT has none, the embedding's norm being just before."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class BlockSwitches:
-    parallel_block: bool = switch(
-        False, "Attention and feed-forward read the same input and are added together (GPT-J)."
-    )
-    parallel_norms: Literal[1, 2] = switch(
-        1, "A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX)."
-    )
-    residual_scale: Number = switch(1.0, "Factor on each branch before it joins the residual stream (Granite).")
-    hidden_dropout: Number = switch(0.0, "Dropout on each branch's output, in training.")
-    ffn_dropout: Number = switch(0.0, "Dropout inside dense feed-forwards, before the last projection, in training.")
-    embedding_dropout: Number = switch(0.0, "Dropout on the embedding, in training.")
-    final_dropout: Number = switch(0.0, "Dropout after the final norm, in training (T5).")
+    parallel_block: bool = switch(False)
+    """Attention and feed-forward read the same input and are added together (GPT-J)."""
+
+    parallel_norms: Literal[1, 2] = switch(1)
+    """A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX)."""
+
+    residual_scale: Number = switch(1.0)
+    """Factor on each branch before it joins the residual stream (Granite)."""
+
+    hidden_dropout: Number = switch(0.0)
+    """Dropout on each branch's output, in training."""
+
+    ffn_dropout: Number = switch(0.0)
+    """Dropout inside dense feed-forwards, before the last projection, in training."""
+
+    embedding_dropout: Number = switch(0.0)
+    """Dropout on the embedding, in training."""
+
+    final_dropout: Number = switch(0.0)
+    """Dropout after the final norm, in training (T5)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class EndSwitches:
-    embedding_scale: Number = switch(
-        1.0, "Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."
-    )
-    embedding_size: int | None = switch(
-        None, "Width of a factorised embedding, brought to hidden_size by a projection (ALBERT). None: hidden_size."
-    )
-    type_vocab_size: int = switch(0, "Rows of a token-type (segment) embedding; 0: none.")
-    tie_word_embeddings: bool = switch(False, "The output head is the embedding's transpose (arXiv 1608.05859).")
-    lm_head_bias: bool = switch(False, "Bias on the output head.")
-    lm_head_transform: bool = switch(False, "Dense, activation and norm before the output head (BERT).")
-    head_act: str | None = switch(None, "Activation of that transform. None: `hidden_act`.")
-    head_bias: bool = switch(True, "Biases of those two dense layers.")
-    pooler: bool = switch(False, "Encoder: a dense layer with tanh on the first token (BERT).")
-    classifier_pooling: ClassifierPooling = switch(
-        "last",
-        "What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, "
-        "the text's last end token (BART).",
-    )
-    classifier_dense: bool = switch(False, "A dense layer with `classifier_act` before the classifier (RoBERTa).")
-    token_head_dense: bool = switch(
-        False, "That dense layer, activation and norm before the heads that read every token as well (ModernBERT)."
-    )
-    classifier_act: str = switch("tanh", "Activation of the classifier's dense layer.")
-    classifier_norm: bool = switch(False, "A norm after it (ModernBERT).")
-    classifier_bias: bool = switch(False, "Bias of the classifiers' last layer (question answering always has one).")
-    classifier_dropout: Number = switch(0.0, "Dropout before the task heads' last layer, in training.")
-    classifier_input_dropout: bool = switch(False, "The same before the classifier's dense layer (RoBERTa, BART).")
-    logit_scale: Number = switch(1.0, "Factor on the logits (Command R).")
-    final_logit_softcapping: Number | None = switch(None, "Bound c on the logits, c * tanh(logit / c) (Gemma 2).")
+    embedding_scale: Number = switch(1.0)
+    """Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."""
+
+    embedding_size: int | None = switch(None)
+    """Width of a factorised embedding, brought to hidden_size by a projection (ALBERT). None: hidden_size."""
+
+    type_vocab_size: int = switch(0)
+    """Rows of a token-type (segment) embedding; 0: none."""
+
+    tie_word_embeddings: bool = switch(False)
+    """The output head is the embedding's transpose (arXiv 1608.05859)."""
+
+    lm_head_bias: bool = switch(False)
+    """Bias on the output head."""
+
+    lm_head_transform: bool = switch(False)
+    """Dense, activation and norm before the output head (BERT)."""
+
+    head_act: str | None = switch(None)
+    """Activation of that transform. None: `hidden_act`."""
+
+    head_bias: bool = switch(True)
+    """Biases of those two dense layers."""
+
+    pooler: bool = switch(False)
+    """Encoder: a dense layer with tanh on the first token (BERT)."""
+
+    classifier_pooling: ClassifierPooling = switch("last")
+    """What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, the
+    text's last end token (BART).
+    """
+
+    classifier_dense: bool = switch(False)
+    """A dense layer with `classifier_act` before the classifier (RoBERTa)."""
+
+    token_head_dense: bool = switch(False)
+    """That dense layer, activation and norm before the heads that read every token as well (ModernBERT)."""
+
+    classifier_act: str = switch("tanh")
+    """Activation of the classifier's dense layer."""
+
+    classifier_norm: bool = switch(False)
+    """A norm after it (ModernBERT)."""
+
+    classifier_bias: bool = switch(False)
+    """Bias of the classifiers' last layer (question answering always has one)."""
+
+    classifier_dropout: Number = switch(0.0)
+    """Dropout before the task heads' last layer, in training."""
+
+    classifier_input_dropout: bool = switch(False)
+    """The same before the classifier's dense layer (RoBERTa, BART)."""
+
+    logit_scale: Number = switch(1.0)
+    """Factor on the logits (Command R)."""
+
+    final_logit_softcapping: Number | None = switch(None)
+    """Bound c on the logits, c * tanh(logit / c) (Gemma 2)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class TrainingSwitches:
-    initializer_range: Number = switch(0.02, "Standard deviation of fresh weights.")
-    use_cache: bool = switch(True, "Return a cache from `forward` unless told otherwise.")
-    pad_token_id: int | None = switch(None, "Padding token.")
-    bos_token_id: int | None = switch(None, "First token.")
-    eos_token_id: int | list[int] | None = switch(None, "Token, or tokens, that end a text.")
-    decoder_start_token_id: int | None = switch(None, "Encoder-decoder: the decoder's first token.")
-    wrap_decoder_start: bool = switch(
-        False,
-        "Encoder-decoder: in training the decoder begins with each text's own last label, not with "
-        "decoder_start_token_id (mBART, where that is the language).",
-    )
-    converted_from: dict[str, Any] | None = switch(
-        None,
-        "Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that "
-        "what its authors wrote can be given back word for word.",
-    )
+    initializer_range: Number = switch(0.02)
+    """Standard deviation of fresh weights."""
+
+    use_cache: bool = switch(True)
+    """Return a cache from `forward` unless told otherwise."""
+
+    pad_token_id: int | None = switch(None)
+    """Padding token."""
+
+    bos_token_id: int | None = switch(None)
+    """First token."""
+
+    eos_token_id: int | list[int] | None = switch(None)
+    """Token, or tokens, that end a text."""
+
+    decoder_start_token_id: int | None = switch(None)
+    """Encoder-decoder: the decoder's first token."""
+
+    wrap_decoder_start: bool = switch(False)
+    """Encoder-decoder: in training the decoder begins with each text's own last label, not with decoder_start_token_id
+    (mBART, where that is the language).
+    """
+
+    converted_from: dict[str, Any] | None = switch(None)
+    """Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that
+    what its authors wrote can be given back word for word.
+    """
 
 
 # Dataclasses collect the fields of the last base first: in this order they stand as a reader meets them.
@@ -370,7 +501,7 @@ class LlmArchConfig(
     SizeSwitches,
     PreTrainedConfig,
 ):
-    """Configuration of every hf_llmarch model. Fields: see the mixins above, or `LlmArchConfig.switches()`.
+    """Configuration of every hf_llmarch model. Fields: see the mixins above, or `LlmArchConfig.docs()`.
 
     Raises:
         ValueError: for an unknown keyword that is close to a field's name; for RoPE bases that disagree.
@@ -513,7 +644,7 @@ class LlmArchConfig(
             AttributeError: for any value but the present one, which vLLM writes back after reading it.
         """
         if value != self.rope_theta:
-            raise AttributeError(f"rope_theta={value}: set it in rope_parameters, where layer types can have their own.")
+            raise AttributeError(f"rope_theta={value}: set it in rope_parameters, which can have one a layer type.")
 
     @property
     def rope_by_layer_type(self) -> dict[str, dict[str, Any]]:
@@ -593,8 +724,21 @@ class LlmArchConfig(
 
     @classmethod
     def switches(cls) -> Iterator[Field[Any]]:
-        """The architecture's fields, in reading order; `field.metadata["doc"]` says what each does."""
-        return (f for f in fields(cls) if "doc" in f.metadata)
+        """The architecture's fields, in reading order; `docs()` says what each does."""
+        return (f for f in fields(cls) if "switch" in f.metadata)
+
+    @staticmethod
+    @cache
+    def docs() -> dict[str, str]:
+        """What each switch does, by name. Python keeps no string below a field, so this reads them in this file."""
+        groups = [node for node in ast.parse(Path(__file__).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+        return {
+            line.target.id: " ".join(below.value.value.split())
+            for group in groups
+            for line, below in pairwise(group.body)
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
 
 
 AUTO_MAP = {

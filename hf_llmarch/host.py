@@ -1,16 +1,38 @@
-"""The release of transformers that this code runs on; any other than it was made for is refused, in one sentence.
+"""The libraries that this code runs on; any release other than it was made for is refused, in one sentence.
 
 This file travels with a pushed model. It is imported before any other name of the host, which may lack it.
 """
 
 import re
 
+import torch
 import transformers
 
-OLDEST, BEFORE = (5, 16, 1), (6,)
-FOUND = tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:3])
-if not OLDEST <= FOUND < BEFORE:
-    raise ImportError(
-        "hf_llmarch supports transformers >=5.16.1,<6 and found "
-        f"{transformers.__version__}: install a supported release, for example `pip install 'transformers>=5.16.1,<6'`."
-    )
+__version__ = "0.1.0"
+
+# Library -> the oldest release and the one before which support ends. CI and `make test-compat` test both ends.
+SUPPORTED: dict[str, tuple[str, str]] = {"torch": ("2.6", "3"), "transformers": ("5.16.1", "6"), "peft": ("0.19", "1")}
+
+
+def release(text: str) -> tuple[int, ...]:
+    """The numbers of a version: (5, 30, 0) for `5.30.0.dev0`, (2, 6, 0) for `2.6.0+cpu`."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def check(library: str, found: str) -> None:
+    """Refuse a release of a library that this code was not made for.
+
+    Raises:
+        ImportError: saying which are supported, which was found and what to do.
+    """
+    oldest, before = SUPPORTED[library]
+    if not release(oldest) <= release(found) < release(before):
+        raise ImportError(
+            f"hf_llmarch {__version__} supports {library} >={oldest},<{before} and found {found}: install a supported "
+            f"release, for example `pip install '{library}>={oldest},<{before}'`."
+        )
+
+
+check("torch", torch.__version__)
+check("transformers", transformers.__version__)
+FOUND = release(transformers.__version__)

@@ -127,8 +127,8 @@ class Hub:
         found = self.repositories.get(repo)
         if found is None or (write and not known):
             raise Refusal(404 if known else 401, "RepoNotFound", "Repository not found")
-        if found.gated and not known:
-            raise Refusal(401, "GatedRepo", f"Access to model {repo} is restricted. You must be authenticated.")
+        if found.gated:  # nobody has accepted its terms
+            raise Refusal(403 if known else 401, "GatedRepo", f"Access to model {repo} is restricted.")
         return found
 
 

@@ -593,8 +593,9 @@ def test_other_tables_have_a_part_for_each_value() -> None:
 def test_every_field_says_what_it_is() -> None:
     fields = list(LlmArchConfig.switches())
     assert len(fields) > 80
+    assert LlmArchConfig.docs().keys() == {f.name for f in fields}
     for f in fields:
-        doc = f.metadata["doc"]
+        doc = LlmArchConfig.docs()[f.name]
         assert len(doc) > 10, f.name
         assert doc[-1] in ".)" or doc.endswith("`"), f.name
     ours = [group for group in LlmArchConfig.__mro__ if group.__module__ == configuration.__name__]

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import hf_llmarch
 from hf_llmarch import LlmArchConfig
 from hf_llmarch.compat import code_files
 from hf_llmarch.configuration_llmarch import AUTO_MAP
+from hf_llmarch.host import SUPPORTED
 from tiny import BOTH, ENCODER, MIXED, MLA, MOE, YARN, redraw, text, tiny_config
 
 pytestmark = pytest.mark.core
@@ -230,7 +232,7 @@ def import_beside(version: str, folder: Path) -> str:
 @pytest.mark.parametrize("version", ["4.57.0", "5.15.1", "6.0.0"])
 def test_an_unsupported_transformers_is_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
     message = import_beside(version, tmp_path)
-    assert message.startswith(f"ImportError: hf_llmarch supports transformers >=5.16.1,<6 and found {version}:")
+    assert message.startswith(f"ImportError: hf_llmarch 0.1.0 supports transformers >=5.16.1,<6 and found {version}:")
     assert message.endswith(".")
     assert "pip install" in message
 
@@ -240,6 +242,31 @@ def test_supported_releases_and_their_development_versions_are_not(version: str,
     message = import_beside(version, tmp_path)
     assert "supports" not in message
     assert message.startswith(("ImportError", "ModuleNotFoundError"))
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "3.0.0"])
+def test_an_unsupported_torch_is_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
+    code = f"import torch; torch.__version__ = {version!r}; import hf_llmarch"
+    finished = run(code, tmp_path, PYTHONPATH=str(SOURCE.parent))
+    message = finished.stderr.strip().splitlines()[-1]
+    assert message.startswith(f"ImportError: hf_llmarch 0.1.0 supports torch >=2.6,<3 and found {version}:")
+
+
+def test_an_unsupported_peft_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "peft-0.18.1.dist-info").mkdir()
+    (tmp_path / "peft-0.18.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.18.1\n")
+    finished = run("import hf_llmarch", tmp_path, PYTHONPATH=os.pathsep.join((str(tmp_path), str(SOURCE.parent))))
+    message = finished.stderr.strip().splitlines()[-1]
+    assert message.startswith("ImportError: hf_llmarch 0.1.0 supports peft >=0.19,<1 and found 0.18.1:")
+
+
+def test_what_is_checked_at_import_is_what_is_asked_for_at_installation() -> None:
+    """The version too: pyproject.toml reads it where the code that travels has it."""
+    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())
+    for library, (oldest, before) in SUPPORTED.items():
+        assert f"{library}>={oldest},<{before}" in project["project"]["dependencies"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hf_llmarch.host.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", hf_llmarch.__version__)
 
 
 # -- what makes the code fit to travel --------------------------------------------------------------------------------
