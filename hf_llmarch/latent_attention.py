@@ -71,11 +71,13 @@ class LatentAttention(ScoredAttention):
         q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
 
         if cache is not None and self.cache_is_latent:
+            self.refuse_foreign(cache, latent, k_rope)
             latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
         if self.absorbs(q.shape[-2], latent.shape[-2], attention_mask):
             return self.absorbed(q_nope, q_rope, latent, k_rope, attention_mask)
         k, v = self.expand(latent, k_rope)
         if cache is not None and not self.cache_is_latent:
+            self.refuse_foreign(cache, k, v)
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         q = torch.cat((q_nope, q_rope), dim=-1)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -83,6 +85,22 @@ class LatentAttention(ScoredAttention):
             self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
         )
         return self.o_proj(out.reshape(*lead, -1)), weights
+
+    def refuse_foreign(self, cache: Cache, *new: torch.Tensor) -> None:
+        """
+        Raises:
+            ValueError: the cache holds keys and values of other heads or widths than this layer's, as PEFT makes them
+                for prefix tuning.
+        """
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        kept = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        for known, mine in zip(kept, new, strict=True):
+            if known is not None and known.dim() == 4 and known.shape[1::2] != mine.shape[1::2]:
+                raise ValueError(
+                    f"The cache of layer {self.layer_idx} holds {known.shape[1]} heads of width {known.shape[3]}, and "
+                    f"latent attention keeps {mine.shape[1]} of {mine.shape[3]} (mla_cache={self.config.mla_cache!r}). "
+                    "PEFT's prefix tuning cannot make a prefix for it: use prompt tuning, p-tuning or LoRA."
+                )
 
     def expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent `(B, 1, S, r)` and the shared rotated key `(B, 1, S, R)` as whole keys `(B, H, S, N + R)` and

@@ -69,7 +69,7 @@ def layer_masks(
     kinds = dict.fromkeys(config.layer_types)
     if config.topology == "encoder":
         overlay = packed_overlay(position_ids) if attention_mask is None else None
-        return {kind: BIDIRECTIONAL_MASKS[kind](and_mask_function=overlay, **given) for kind in kinds}
+        return {kind: BIDIRECTIONAL_MASKS[kind](and_mask_function=overlay, **{CACHE: cache}, **given) for kind in kinds}
     return {kind: MASKS[kind](position_ids=position_ids, **{CACHE: cache}, **given) for kind in kinds}
 
 
