@@ -4,7 +4,10 @@ Importing the package registers its classes with transformers' Auto classes.
 """
 
 # First, before any name that another release of the host may lack.
-from .host import FOUND  # isort: skip  # noqa: F401
+from .host import __version__, check  # isort: skip
+
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import transformers
 from transformers.models.auto import modeling_auto
@@ -22,7 +25,9 @@ from .modeling_llmarch import (
 )
 from .peft_defaults import register as register_with_peft
 
-__version__ = "0.1.0"
+# Not in host.py: a pushed model does without it.
+with suppress(PackageNotFoundError):
+    check("peft", version("peft"))
 
 
 def _register() -> None:
@@ -52,4 +57,5 @@ __all__ = [
     "LlmArchForTokenClassification",
     "LlmArchModel",
     "LlmArchPreTrainedModel",
+    "__version__",
 ]
