@@ -95,6 +95,7 @@ def convert(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
+    adapter: Source | None = None,
     resume: bool = True,
     verify: bool = False,
     overwrite: bool = False,
@@ -109,6 +110,8 @@ def convert(
 
     Args:
         source: a local folder, a `.gguf` file, or a Hub id.
+        adapter: a LoRA adapter of the source, as PEFT saves it: a folder or a Hub id. It goes into the destination's
+            folder `adapter`, for `PeftModel.from_pretrained(model, destination, subfolder="adapter")`.
         destination: a folder that is empty or not there yet. It appears when it is complete, never half-written.
         family: how to read the source; by default its `model_type` says.
         dtype: cast floating-point tensors to it. The result is then no longer byte-exact, and the report says so.
@@ -134,8 +137,10 @@ def convert(
     config = plan.config
     config.dtype = cast or config.dtype or usual_dtype(checkpoint)
     config.converted_from = {**(config.converted_from or {}), **hub_state(checkpoint.path)}
+    write_adapter = beside(destination, adapter, plan, "ours", allow_pickle)
 
     def write_config(folder: Path) -> None:
+        write_adapter(folder)
         cards.set_aside(folder)
         for file in code_files():
             shutil.copyfile(file, folder / file.name)
@@ -175,6 +180,7 @@ def export(
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     revision: str | None = None,
+    adapter: Source | None = None,
     overwrite: bool = False,
     progress: Progress = True,
 ) -> Report:
@@ -185,6 +191,7 @@ def export(
     Args:
         source: a local folder or Hub id of a saved model of ours.
         family: what to write; by default the family that the model was converted from.
+        adapter: a LoRA adapter of the model, a folder (the one of a conversion is `source/adapter`) or a Hub id.
         destination, dtype, max_shard_size, revision, overwrite, progress: as for `convert`.
 
     Raises:
@@ -202,9 +209,12 @@ def export(
         names = [name for name in ("dtype", "torch_dtype") if name in foreign] or ["dtype"]
         foreign.update(dict.fromkeys(names, str(cast).removeprefix("torch.")))
 
+    write_adapter = beside(destination, adapter, plan, "theirs")
+
     def write_config(folder: Path) -> None:
         cards.give_back(checkpoint.path, folder)
         write_json(folder / CONFIG, foreign)
+        write_adapter(folder)
         if plan.family.container is not None:
             plan.family.container(folder)
 
@@ -220,6 +230,20 @@ def export(
         overwrite=overwrite,
         progress=progress,
     )
+
+
+def beside(
+    destination: Source, adapter: Source | None, plan: Plan, to: Side, allow_pickle: bool = False
+) -> Callable[[Path], None]:
+    """What puts the adapter into a model's folder that will be called `destination`; it is translated at once, so that
+    a refusal comes before anything is written."""
+    if adapter is None:
+        return lambda folder: None
+    from . import adapter as adapters
+
+    config, tensors = adapters.translate(adapters.open_adapter(adapter, allow_pickle=allow_pickle), plan, to)
+    base = str(Path(destination).expanduser())
+    return lambda folder: adapters.write(folder / adapters.FOLDER, config, tensors, base)
 
 
 def load(

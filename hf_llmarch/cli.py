@@ -336,6 +336,11 @@ Pickle = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
 
+Adapter = Annotated[
+    str | None,
+    typer.Option(help="A LoRA adapter of the source, a folder or a Hub id; it goes into the destination's `adapter`."),
+]
+
 
 @command
 def convert(
@@ -345,6 +350,7 @@ def convert(
     dtype: DType = None,
     max_shard_size: ShardSize = "5GB",
     revision: Revision = None,
+    adapter: Adapter = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the result with transformers' own class.")] = False,
     overwrite: Overwrite = False,
     allow_pickle: Pickle = False,
@@ -361,6 +367,7 @@ def convert(
             dtype=dtype,
             max_shard_size=max_shard_size,
             revision=revision,
+            adapter=adapter,
             verify=verify,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
@@ -377,6 +384,7 @@ def export(
     dtype: DType = None,
     max_shard_size: ShardSize = "5GB",
     revision: Revision = None,
+    adapter: Adapter = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> Answer:
@@ -391,6 +399,7 @@ def export(
             dtype=dtype,
             max_shard_size=max_shard_size,
             revision=revision,
+            adapter=adapter,
             overwrite=overwrite,
             progress=not quiet,
         )
