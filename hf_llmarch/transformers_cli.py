@@ -1,0 +1,19 @@
+"""`python -m hf_llmarch.transformers_cli serve FOLDER`: the commands of `transformers`, in a process that knows our
+models. The host's own `transformers serve` looks for no plug-ins, and asks its own module for a model's class."""
+
+import transformers
+from transformers.cli.transformers import app
+
+import hf_llmarch
+
+
+def add_classes() -> None:
+    """Our classes where `transformers serve` looks one up by the name in `config.architectures`."""
+    for name in hf_llmarch.__all__:
+        if name.startswith("LlmArch"):
+            setattr(transformers, name, getattr(hf_llmarch, name))
+
+
+if __name__ == "__main__":
+    add_classes()
+    app()
