@@ -40,9 +40,15 @@ def _peft() -> tuple[int, ...]:
 PREPARED_CACHE = "past_key_values" if _peft() < (0, 22) else CACHE
 
 
-def prepared(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a step of generation, with the cache under the name that PEFT looks for."""
-    return {PREPARED_CACHE if name == CACHE else name: value for name, value in inputs.items()}
+def prepared(inputs: dict[str, Any], first: bool = False) -> dict[str, Any]:
+    """The arguments of a step of generation, with the cache under the name that PEFT looks for.
+
+    Where generation is to use none, a step that reads the whole text again must not get the cache that a prefix was in
+    at the `first`.
+    """
+    again = not first and inputs.get("use_cache") is False
+    kept = {name: value for name, value in inputs.items() if name != CACHE or not again}
+    return {PREPARED_CACHE if name == CACHE else name: value for name, value in kept.items()}
 
 
 # Layer type -> the host's mask function, the table that `generate` uses for compiled caches.

@@ -522,7 +522,8 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
             if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
                 kwargs[CACHE] = kwargs["next_sequence_length"] = None
         # Named, because the host asks this signature whether embeddings can begin a text.
-        return prepared(super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs))
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        return prepared(inputs, kwargs.get("is_first_iteration", False))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As the host's, which `generate_batch` and `transformers serve --continuous-batching` call; refuses by name
@@ -613,7 +614,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As the host's, see `prepared`."""
-        return prepared(super().prepare_inputs_for_generation(*args, **kwargs))
+        return prepared(super().prepare_inputs_for_generation(*args, **kwargs), kwargs.get("is_first_iteration", False))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.
