@@ -7,6 +7,7 @@ from is kept beside it, and goes back on export. A README.md that somebody wrote
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -67,7 +68,7 @@ LONGEST_LIST = 6
 
 
 def write(
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     *,
     base_model: str | None = None,
     certificate: Certificate | None = None,
@@ -104,7 +105,7 @@ def write(
 
 
 def make(
-    folder: str | Path,
+    folder: str | os.PathLike[str],
     *,
     base_model: str | None = None,
     certificate: Certificate | None = None,

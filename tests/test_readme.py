@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hf_llmarch.cli import app
 from hf_llmarch.configuration_llmarch import LlmArchConfig
+from hf_llmarch.host import SUPPORTED
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -67,6 +68,21 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         exec(block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "source"), names)
     assert names["tuned"].num_parameters(only_trainable=True) == 2 * 2 * 8 * (16 + 16)
     assert names["model"].config.norm_placement == "sandwich"
+
+
+def test_versions_are_those_that_are_checked_and_tested() -> None:
+    table = TEXT.split("## Versions")[1].split("## ")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
+    by_name = {name: dict(zip(rows[0][1:], versions, strict=True)) for name, *versions in rows}
+    assert by_name["supported"] == {lib: f">={oldest},<{before}" for lib, (oldest, before) in SUPPORTED.items()}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    for library in SUPPORTED:
+        for name in ("oldest", "between"):
+            assert (
+                f"{library}=={by_name[f'compat-{name}'][library]}" in re.findall(rf"HOSTS_{name} *:= (.*)", makefile)[0]
+            )
+        assert f"\n{library}=={by_name['constraints.txt'][library]}\n" in constraints
 
 
 def test_make_targets_of_the_readme_exist() -> None:
