@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
-from .embeddings import Clamp
+from .embeddings import Clamp, Map, chain, unchanged
+from .linear import Linear
 from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
 
@@ -33,10 +34,10 @@ class AllBut:
 
 
 # Several texts in one row, without a mask: what looks at a row's length or at its other tokens sees other texts' too.
-UNPACKED = AllBut("vllm", "paged|")
+UNPACKED = AllBut("vllm", "sglang", "paged|")
 
 # What attention asks for beyond q.k, and the implementations that do it. Every other one would drop it without a word,
-# except that sdpa raises on a soft-cap. vLLM also has a head of its own, and runs the model by its decoder alone.
+# except that sdpa raises on a soft-cap. vLLM and SGLang also have heads of their own, and run decoders alone.
 HONOURS: dict[str, frozenset[str] | AllBut] = {
     "attn_logit_softcapping": frozenset({*KNOWN, "paged|flash_attention_2", "paged|flash_attention_3"}) - {"sdpa"},
     "attention_sinks": frozenset(
@@ -50,8 +51,8 @@ HONOURS: dict[str, frozenset[str] | AllBut] = {
     "expert_capacity": UNPACKED,
     "router_type": UNPACKED,
     "topology": UNPACKED,
-    "lm_head_transform": AllBut("vllm"),
-    "logit_scale": AllBut("vllm"),
+    "lm_head_transform": AllBut("vllm", "sglang"),
+    "logit_scale": AllBut("vllm", "sglang"),
 }
 
 DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
@@ -204,13 +205,13 @@ class Attention(ScoredAttention):
         width, self.head_dim = layer.hidden_size, layer.head_dim
         queries, keys = layer.num_attention_heads, layer.num_key_value_heads
         read_width = self.read_width(config)
-        self.q_proj = nn.Linear(width, queries * self.head_dim, bias=layer.attention_bias)
-        self.k_proj = nn.Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
-        self.v_proj = nn.Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
-        self.o_proj = nn.Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
-        self.clip = nn.Identity() if layer.clip_qkv is None else Clamp(layer.clip_qkv)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
+        self.q_proj = Linear(width, queries * self.head_dim, bias=layer.attention_bias)
+        self.k_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
+        self.v_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
+        self.o_proj = Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
+        self.clip = chain(None if layer.clip_qkv is None else Clamp(layer.clip_qkv))
+        self.q_norm: Map = unchanged
+        self.k_norm: Map = unchanged
         if layer.qk_norm != "none":
             shape = QK_NORM_SHAPES[layer.qk_norm]
             kind, bias = layer.qk_norm_type, layer.qk_norm_bias

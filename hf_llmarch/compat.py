@@ -4,6 +4,7 @@
 from .host import FOUND  # isort: skip
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.autograd.forward_ad as forward_ad
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import (
@@ -66,26 +67,31 @@ EP_DISPATCHES = FOUND >= (5, 19)
 EXPERTS = ALL_EXPERTS_FUNCTIONS
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`, by oneDNN where that is the faster kernel and nothing of autograd or a compiler is lost.
-
-    On CPU `F.linear` in fp32 goes to the BLAS that torch was built with, which on some processors is half as fast.
-    """
-    if (
-        x.dtype in (torch.float32, torch.bfloat16)
-        and weight.dtype == x.dtype
-        and type(weight) in (torch.Tensor, torch.nn.Parameter)  # a quantised one brings functions of its own
-        and x.device.type == "cpu"
-        and ONEDNN_LINEAR is not None
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-    ):
-        return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+# Operators of inductor, private names of torch: `(x, weight, bias, "none", [], "")`, a product by oneDNN, and a weight
+# in oneDNN's layout for it, `(weight, rows)`.
+ONEDNN: Any = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
+ONEDNN_LINEAR: Any = getattr(ONEDNN, "_linear_pointwise", None)
+ONEDNN_PACK: Any = getattr(ONEDNN, "_reorder_linear_weight", None)
 
 
-# Inductor's own operator, a private name of torch.
-ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+def operators_are_watched() -> bool:
+    """Whether something stands between a module and torch's kernels that an operator of inductor's would escape:
+    autocast, a tracer, a mode (counting FLOPs, fake tensors), `torch.func`, forward-mode gradients."""
+    return bool(
+        torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+def free_memory() -> int:
+    """Bytes of main memory that nothing uses; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def packed_overlay(position_ids: torch.Tensor | None) -> Callable[..., Any] | None:

@@ -1,5 +1,7 @@
 """Token embeddings, and small pointwise modules for both ends of the model."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import initialization as init
@@ -85,11 +87,19 @@ class Clamp(nn.Module):
         return f"{self.bound}"
 
 
-def chain(*modules: nn.Module | None) -> nn.Module:
-    """The given modules one after another; nothing given costs nothing."""
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """What stands where a config has nothing: not a module, whose call would cost more than a small operator."""
+    return x
+
+
+def chain(*modules: nn.Module | None) -> Map:
+    """The given modules one after another."""
     present = [module for module in modules if module is not None]
     if not present:
-        return nn.Identity()
+        return unchanged
     return present[0] if len(present) == 1 else nn.Sequential(*present)
 
 

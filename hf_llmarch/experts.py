@@ -5,7 +5,7 @@ width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and exper
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from typing import Any, cast
@@ -17,9 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import initialization as init
 
 from .buffers import Fp32Buffers
-from .compat import EXPERTS, linear
+from .compat import EXPERTS
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
+from .linear import Linear, Packable, linear
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -85,9 +86,9 @@ class Router(Fp32Buffers):
         """`(N, C)` -> `(N, E)`."""
         x = self.disturbed(x)
         if not self.in_fp32:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+            return linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores as shares of one, `(N, E)`; those of a sigmoid do not sum to it."""
@@ -256,7 +257,7 @@ OVERFLOWS = {"drop": drop_overflow, "next_best": next_best}
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(Packable, nn.Module):
     """All experts in 3-D weights, `gate_up_proj (E, 2 I, C)` (or `up_proj (E, I, C)`) and `down_proj (E, C, I)`: the
     layout of the host's experts implementations, which `set_experts_implementation` chooses from."""
 
@@ -271,6 +272,7 @@ class PackedExperts(nn.Module):
         self.has_post_expert_norm = self._is_expert_parallel = False
         self.act_fn, self.gate = activation(layer), gate(layer)
         self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
+        self.packs = (self.up_name, "down_proj")
         inner = self.intermediate_dim * (2 if self.has_gate else 1)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(self.num_experts, inner, self.hidden_dim)))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -315,25 +317,27 @@ class PackedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """One matrix product an expert, over its tokens brought together by sorting."""
-        up, down = self.by_expert(self.up_name), self.by_expert("down_proj")
-        up_bias, down_bias = self.by_expert(f"{self.up_name}_bias"), self.by_expert("down_proj_bias")
+        up, down = (self.by_expert(hidden_states, name) for name in self.packs)
+        up_bias, down_bias = (self.by_expert(hidden_states, f"{name}_bias") for name in self.packs)
 
-        def run(expert: int, x: torch.Tensor) -> torch.Tensor:
-            inner = linear(x, up[expert], up_bias[expert])
+        def run(experts: list[int], segments: Sequence[torch.Tensor]) -> torch.Tensor:
+            products = [linear(x, up[e], up_bias[e]) for e, x in zip(experts, segments, strict=True)]
+            inner = torch.cat(products)  # small operators cost less once for all of them
             inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-            return linear(inner, down[expert], down_bias[expert])
+            inner = inner.split([len(x) for x in segments])
+            return torch.cat([linear(x, down[e], down_bias[e]) for e, x in zip(experts, inner, strict=True)])
 
         return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
 
-    def by_expert(self, name: str) -> Any:
-        """A packed parameter, to be indexed by expert.
+    def by_expert(self, x: torch.Tensor, name: str) -> Any:
+        """A parameter of all experts, to be indexed by expert.
 
         Unbound once where a gradient is due: indexing it costs a full zero gradient for every expert.
         """
-        packed = getattr(self, name, None)
-        if packed is None:
+        if getattr(self, name, None) is None:
             return [None] * self.num_experts
-        return packed.unbind(0) if torch.is_grad_enabled() else packed
+        weights = self.weight_for(x, name)
+        return weights.unbind(0) if torch.is_grad_enabled() else weights
 
     def extra_repr(self) -> str:
         return f"{self.num_experts}, {self.hidden_dim} -> {self.intermediate_dim}, bias={self.has_bias}"
@@ -352,18 +356,21 @@ class LinearExperts(nn.ModuleList):
     ) -> torch.Tensor:
         # Gradients of zeros rather than none: processes that train together wait for each other's of every parameter.
         every = self.training and torch.is_grad_enabled()
-        return by_segments(lambda e, x: self[e](x), len(self), hidden_states, top_k_index, top_k_weights, every)
+
+        def run(experts: list[int], segments: Sequence[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([self[e](x) for e, x in zip(experts, segments, strict=True)])
+
+        return by_segments(run, len(self), hidden_states, top_k_index, top_k_weights, every)
+
+
+# The experts named, each on its tokens `(n, C)`, one after another: `(sum of n, C)`.
+RunExperts = Callable[[list[int], Sequence[torch.Tensor]], torch.Tensor]
 
 
 def by_segments(
-    run: Callable[[int, torch.Tensor], torch.Tensor],
-    experts: int,
-    x: torch.Tensor,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-    every: bool = False,
+    run: RunExperts, experts: int, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, every: bool = False
 ) -> torch.Tensor:
-    """Sum over each token's experts of weight x run(expert, token): `(N, C)`, `(N, K)` -> `(N, C)`.
+    """Sum over each token's experts of weight x expert(token): `(N, C)`, `(N, K)` -> `(N, C)`.
 
     An index of `experts` is nobody's (expert parallelism sends it for tokens that live elsewhere) and adds nothing.
     With `every`, experts without a token run on none.
@@ -375,27 +382,21 @@ def by_segments(
     rows = order // indices.shape[-1]
     counts = flat.bincount(minlength=experts + 1).tolist()
     segments = x[rows].split(counts)
-    outputs = [run(e, segment) for e, segment in enumerate(segments[:experts]) if counts[e] or every]
+    used = [e for e in range(experts) if counts[e] or every]
     result = torch.zeros_like(x)
-    if not outputs:
+    if not used:
         return result
     kept = sum(counts[:experts])
-    out = torch.cat(outputs) * weights.flatten()[order[:kept], None]
+    out = run(used, [segments[e] for e in used]) * weights.flatten()[order[:kept], None]
     return result.index_add_(0, rows[:kept], out.to(x.dtype))
 
 
-def one_token(
-    run: Callable[[int, torch.Tensor], torch.Tensor],
-    experts: int,
-    x: torch.Tensor,
-    picks: list[int],
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def one_token(run: RunExperts, experts: int, x: torch.Tensor, picks: list[int], weights: torch.Tensor) -> torch.Tensor:
     """The same for one token `(1, C)`, where there is nothing to bring together: decoding is made of these."""
     here = [k for k, e in enumerate(picks) if e < experts]
     if not here:
         return torch.zeros_like(x)
-    outputs = torch.cat([run(picks[k], x) for k in here])
+    outputs = run([picks[k] for k in here], [x] * len(here))
     weights = weights if len(here) == len(picks) else weights[here]
     return (outputs * weights[:, None]).sum(0, keepdim=True).to(x.dtype)
 
@@ -414,7 +415,7 @@ class SparseFeedForward(nn.Module):
         self.capacity_factor = layer.capacity_factor
         width = layer.shared_width
         self.shared_experts = FEED_FORWARDS[layer.ffn_type](layer, width) if width else None
-        self.shared_expert_gate = nn.Linear(layer.hidden_size, 1, bias=False) if layer.shared_expert_gate else None
+        self.shared_expert_gate = Linear(layer.hidden_size, 1, bias=False) if layer.shared_expert_gate else None
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` is True where a token is not padding."""

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_llmarch import FFNType, LlmArchConfig
 from .embeddings import chain, dropout
+from .linear import Linear
 
 
 class Swish(nn.Module):
@@ -71,8 +72,8 @@ class MLP(nn.Module):
     def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
         super().__init__()
         self.width = width or config.intermediate_size
-        self.up_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
-        self.down_proj = nn.Linear(self.width, config.hidden_size, bias=config.ffn_bias)
+        self.up_proj = Linear(config.hidden_size, self.width, bias=config.ffn_bias)
+        self.down_proj = Linear(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
         self.inner_dropout = chain(dropout(config.ffn_dropout) if drops else None)
 
@@ -85,7 +86,7 @@ class GLU(MLP):
 
     def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
         super().__init__(config, width, drops)
-        self.gate_proj = nn.Linear(config.hidden_size, self.width, bias=config.ffn_bias)
+        self.gate_proj = Linear(config.hidden_size, self.width, bias=config.ffn_bias)
         self.gate = gate(config)
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
-from .embeddings import Scale, SoftCap, chain, dropout
+from .embeddings import Map, Scale, SoftCap, chain, dropout
 from .feedforward import activation, named_activation
+from .linear import Linear
 from .norms import norm
 
 
@@ -17,7 +18,7 @@ class Pooler(nn.Module):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.dense(x[:, 0]))
@@ -29,7 +30,7 @@ class HeadTransform(nn.Module):
     def __init__(self, config: LlmArchConfig):
         super().__init__()
         width = config.embedding_size or config.hidden_size
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
+        self.dense = Linear(config.hidden_size, width, bias=config.head_bias)
         self.act_fn = named_activation("head_act", config.head_act) if config.head_act else activation(config)
         self.norm = norm(config, width)
 
@@ -43,7 +44,7 @@ class ClassifierTransform(nn.Module):
     def __init__(self, config: LlmArchConfig):
         super().__init__()
         self.dropout = chain(dropout(config.classifier_dropout) if config.classifier_input_dropout else None)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
         self.act_fn = named_activation("classifier_act", config.classifier_act)
         self.norm = chain(norm(config) if config.classifier_norm else None)
 
@@ -51,7 +52,7 @@ class ClassifierTransform(nn.Module):
         return self.norm(self.act_fn(self.dense(self.dropout(x))))
 
 
-def logits_transform(config: LlmArchConfig) -> nn.Module:
+def logits_transform(config: LlmArchConfig) -> Map:
     """Scale, then bound, the logits."""
     cap = config.final_logit_softcapping
     return chain(
@@ -59,14 +60,14 @@ def logits_transform(config: LlmArchConfig) -> nn.Module:
     )
 
 
-def classifier_transform(config: LlmArchConfig, wanted: bool) -> nn.Module:
+def classifier_transform(config: LlmArchConfig, wanted: bool) -> Map:
     return chain(ClassifierTransform(config) if wanted else None)
 
 
-def output_head(config: LlmArchConfig) -> nn.Linear:
+def output_head(config: LlmArchConfig) -> Linear:
     """The head over the vocabulary; as wide as the embedding where a transform goes to it."""
     width = (config.embedding_size if config.lm_head_transform else None) or config.hidden_size
-    return nn.Linear(width, config.vocab_size, bias=config.lm_head_bias)
+    return Linear(width, config.vocab_size, bias=config.lm_head_bias)
 
 
 # -- pooling: hidden states (B, T, C), the pooler's output, tokens that may be read (B, T) -> (B, C) -------------------

@@ -7,12 +7,12 @@ DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
+from .linear import Linear
 from .norms import norm
 from .parallel import own_rows
 
@@ -36,15 +36,15 @@ class LatentAttention(ScoredAttention):
         query_width = heads * (self.nope + self.rope)
         self.compresses_queries = layer.q_lora_rank is not None
         if layer.q_lora_rank is None:
-            self.q_proj = nn.Linear(width, query_width, bias=False)
+            self.q_proj = Linear(width, query_width, bias=False)
         else:
-            self.q_a_proj = nn.Linear(width, layer.q_lora_rank, bias=layer.attention_bias)
+            self.q_a_proj = Linear(width, layer.q_lora_rank, bias=layer.attention_bias)
             self.q_a_layernorm = norm(layer, layer.q_lora_rank, eps=layer.latent_norm_eps)
-            self.q_b_proj = nn.Linear(layer.q_lora_rank, query_width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope, bias=layer.attention_bias)
+            self.q_b_proj = Linear(layer.q_lora_rank, query_width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(width, self.rank + self.rope, bias=layer.attention_bias)
         self.kv_a_layernorm = norm(layer, self.rank, eps=layer.latent_norm_eps)
-        self.kv_b_proj = nn.Linear(self.rank, heads * (self.nope + self.value), bias=False)
-        self.o_proj = nn.Linear(heads * self.value, width, bias=layer.attention_output_bias)
+        self.kv_b_proj = Linear(self.rank, heads * (self.nope + self.value), bias=False)
+        self.o_proj = Linear(heads * self.value, width, bias=layer.attention_output_bias)
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, T, C)` -> `(B, T, H (N + R))`."""
@@ -117,7 +117,7 @@ class LatentAttention(ScoredAttention):
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
-        if type(up_proj) is not nn.Linear or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
+        if type(up_proj) is not Linear or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False

@@ -7,7 +7,6 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPastAndCrossAttentions,
@@ -36,7 +35,9 @@ from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
+from .generation import PackedGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
+from .linear import Linear
 from .norms import norm
 from .parallel import (
     expert_parallel_plan,
@@ -293,7 +294,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_positions = POSITIONS[config.position_encoding](config)
         self.embed_norm = chain(norm(config, width) if config.embedding_norm else None)
         self.embed_dropout = chain(dropout(config.embedding_dropout))
-        self.embed_projection = chain(nn.Linear(width, config.hidden_size) if config.embedding_size else None)
+        self.embed_projection = chain(Linear(width, config.hidden_size) if config.embedding_size else None)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
         self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
         # Of this model alone: accelerate looks for each class that it is given.
@@ -467,7 +468,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return (BaseModelOutputWithPastAndCrossAttentions if dense else MoeModelOutputWithPast)(**fields)
 
 
-class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
+class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
     """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
 
     topologies = frozenset({"decoder"})
@@ -593,7 +594,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, GenerationMixin):
         return self.output_class(loss=loss, **results)
 
 
-class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, GenerationMixin):
+class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMixin):
     """An encoder-decoder with a head over the vocabulary, for translation and the like."""
 
     topologies = frozenset({"encoder-decoder"})
@@ -978,7 +979,7 @@ class LlmArchForQuestionAnswering(LlmArchTaskModel):
             token_type_ids,
             position_ids,
             inputs_embeds,
-            torch.stack((start_positions.flatten(), end_positions.flatten()), dim=-1) if both else None,
+            labels,
             use_cache,
             cache,
             past_key_values,

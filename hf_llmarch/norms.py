@@ -6,6 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
+from .embeddings import Map, unchanged
 
 
 class Norm(nn.Module):
@@ -97,6 +98,6 @@ class NormSlots(nn.Module):
 
     def __init__(self, config: LlmArchConfig, slots: set[str]):
         super().__init__()
-        self.pre = norm(config) if "pre" in slots else nn.Identity()
-        self.post = norm(config) if "post" in slots else nn.Identity()
-        self.out = norm(config) if "out" in slots else nn.Identity()
+        self.pre: Map = norm(config) if "pre" in slots else unchanged
+        self.post: Map = norm(config) if "post" in slots else unchanged
+        self.out: Map = norm(config) if "out" in slots else unchanged

@@ -1,0 +1,205 @@
+"""Products on CPU: oneDNN's where nothing is lost by it, torch's own where something would be, and packed weights."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_llmarch import compat, generation, linear
+from hf_llmarch.linear import Linear, packed
+from tests.tiny import assert_close, text, tiny_model
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+DTYPES = {torch.float32: "native", torch.bfloat16: "bf16"}
+
+
+def layer(dtype: torch.dtype = torch.float32, bias: bool = True) -> Linear:
+    torch.manual_seed(0)
+    return Linear(40, 24, bias=bias, dtype=dtype)
+
+
+def exact(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """The product in double precision."""
+    product = x.double() @ module.weight.double().T
+    return product if module.bias is None else product + module.bias.double()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that oneDNN's product was called with."""
+    seen: list[torch.Tensor] = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(weight)
+        return compat.ONEDNN_LINEAR(x, weight, *rest)
+
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", counted)
+    return seen
+
+
+@needs_onednn
+def test_the_private_operators_are_there() -> None:
+    assert compat.ONEDNN_LINEAR is not None
+    assert compat.ONEDNN_PACK is not None
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (3, 40), (2, 5, 40), (0, 40)])
+def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], calls: list[torch.Tensor]) -> None:
+    module, x = layer(dtype, bias), torch.randn(shape).to(dtype)
+    with torch.no_grad():
+        got = module(x)
+        strided = module(x.flip(-1).mT.contiguous().mT) if x.dim() > 1 else None
+    assert len(calls) == 1 + (strided is not None)
+    assert got.dtype == dtype
+    if x.numel():
+        assert_close(got, exact(module, x), DTYPES[dtype])
+        if strided is not None:
+            assert_close(strided, exact(module, x.flip(-1)), DTYPES[dtype])
+    else:
+        assert got.shape == (0, 24)
+
+
+def under_autocast(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(x)
+
+
+def counting_flops(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    with FlopCounterMode(display=False) as counter:
+        out = module(x)
+    assert counter.get_total_flops() == 2 * x.shape[0] * 40 * 24
+    return out
+
+
+def mapped(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(module)(x)
+
+
+def forward_gradient(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear map's derivative in a direction is its value there, without the bias."""
+    with torch.autograd.forward_ad.dual_level():
+        out = module(torch.autograd.forward_ad.make_dual(torch.zeros_like(x), x))
+        return torch.autograd.forward_ad.unpack_dual(out).tangent + module.bias
+
+
+def traced(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.jit.trace(module, (x[:2],), check_trace=False)(x)
+
+
+def compiled(module: Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.compile(module, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("watcher", [under_autocast, counting_flops, mapped, forward_gradient, traced, compiled])
+def test_torch_s_own_product_where_it_is_watched(
+    watcher: Callable[[Linear, torch.Tensor], torch.Tensor], calls: list[torch.Tensor]
+) -> None:
+    module, x = layer(), torch.randn(3, 40)
+    with torch.no_grad():
+        got = watcher(module, x)
+    assert not calls
+    assert got.dtype == (torch.bfloat16 if watcher is under_autocast else torch.float32)
+    assert_close(got, exact(module, x), "bf16" if watcher is under_autocast else "native")
+
+
+def test_gradients_are_torch_s_own(calls: list[torch.Tensor]) -> None:
+    module, x = layer(), torch.randn(3, 40, requires_grad=True)
+    module(x).sum().backward()
+    assert not calls
+    assert_close(x.grad, module.weight.detach().sum(0).expand(3, 40), "native")
+
+
+# -- packed weights --------------------------------------------------------------------------------------------------
+
+EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "packed experts": EXPERTS,
+    "linear experts": {**EXPERTS, "experts_layout": "linear"},
+}
+
+
+def in_onednn_layout(weights: list[torch.Tensor]) -> int:
+    return sum(weight.layout == torch._mkldnn for weight in weights)
+
+
+def copies(model: nn.Module) -> list[Any]:
+    return [module.copies for module in model.modules() if getattr(module, "copies", None)]
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_serve_few_rows(kind: str, calls: list[torch.Tensor]) -> None:
+    model = tiny_model(**KINDS[kind]).to(torch.bfloat16)
+    many, one = text(batch=3, length=11), text(batch=1, length=1)
+    with torch.no_grad():
+        expected = [model(ids).logits for ids in (many, one)]
+        assert not in_onednn_layout(calls)
+        with packed(model):
+            assert_close(model(many).logits, expected[0], "bf16")
+            calls.clear()
+            assert_close(model(one).logits, expected[1], "bf16")
+            linears = 3 * (4 + (3 if kind == "dense" else 0)) + 1  # three layers, four of attention, and the head
+            experts = {"dense": 0, "packed experts": 3 * 2 * 2, "linear experts": 3 * 2 * 3}[kind]
+            assert in_onednn_layout(calls) == linears + experts
+        assert not copies(model)
+
+
+@needs_onednn
+def test_a_tied_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tie_word_embeddings=True).to(torch.bfloat16)
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(linear, "ONEDNN_PACK", lambda w, rows: made.append(w) or compat.ONEDNN_PACK(w, rows))
+    model.twin = model.lm_head
+    with packed(model):
+        assert len(made) == 3 * 7 + 1
+
+
+@needs_onednn
+def test_generate_packs_a_text_that_gets_long(monkeypatch: pytest.MonkeyPatch, calls: list[torch.Tensor]) -> None:
+    model, ids = tiny_model().to(torch.bfloat16), text(batch=1, length=5)
+    settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(ids, max_new_tokens=generation.STEPS_UNPACKED, **settings)
+    assert not in_onednn_layout(calls)
+    long = model.generate(ids, max_new_tokens=20, **settings)
+    products = 3 * 7 + 1
+    assert in_onednn_layout(calls) == (20 - generation.STEPS_UNPACKED) * products
+    assert not copies(model)
+    calls.clear()
+    monkeypatch.setattr(linear, "free_memory", lambda: 0)  # no room for a copy
+    assert model.generate(ids, max_new_tokens=20, **settings).equal(long)
+    assert not in_onednn_layout(calls)
+
+
+@needs_onednn
+def test_copies_end_with_an_error() -> None:
+    model = tiny_model().to(torch.bfloat16)
+
+    def stop() -> None:
+        assert copies(model)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), packed(model):
+        stop()
+    assert not copies(model)
+
+
+def test_fp32_is_not_packed() -> None:
+    model = tiny_model()
+    with packed(model):
+        assert not copies(model)
+
+
+def test_a_linear_is_copied_and_pickled() -> None:
+    module, x = layer(), torch.randn(3, 40)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert isinstance(twin, nn.Linear)
+        assert twin(x).equal(module(x))
