@@ -189,22 +189,23 @@ def keep_whole(model: Any, size: int) -> list[Attention]:
     Raises:
         ValueError: where the query heads cannot be split either.
     """
-    cut = {}
+    readers: list[tuple[str, Attention]] = []
+    places: set[str] = set()
     for name, part in model.named_modules():
         place = re.sub(r"\.\d+(?=\.)", ".*", name)
-        if isinstance(part, ScoredAttention) and model.tp_plan.get(f"{place}.o_proj") == "rowwise":
-            heads = part.config.layer(part.layer_idx).num_attention_heads
-            if heads % size:
-                raise ValueError(f"{name}: num_attention_heads={heads} cannot be split over tp_size={size} devices.")
-            cut[name] = (place, part)
-    places = {
-        place
-        for place, part in cut.values()
-        if isinstance(part, Attention) and part.config.layer(part.layer_idx).num_key_value_heads % size
-    }
+        if not isinstance(part, ScoredAttention) or model.tp_plan.get(f"{place}.o_proj") != "rowwise":
+            continue
+        layer = part.config.layer(part.layer_idx)
+        if layer.num_attention_heads % size:
+            heads = f"num_attention_heads={layer.num_attention_heads}"
+            raise ValueError(f"{name}: {heads} cannot be split over tp_size={size} devices.")
+        if isinstance(part, Attention):
+            readers.append((place, part))
+            places |= {place} if layer.num_key_value_heads % size else set()
     for place in places:
-        model.tp_plan.pop(f"{place}.k_proj"), model.tp_plan.pop(f"{place}.v_proj")
-    return [part for place, part in cut.values() if place in places]
+        del model.tp_plan[f"{place}.k_proj"], model.tp_plan[f"{place}.v_proj"]
+    # A plan says the same for all layers: where one layer's heads do not split, no layer's are.
+    return [part for place, part in readers if place in places]
 
 
 def pick_heads(attention: Attention, mesh: Any) -> None:

@@ -59,7 +59,7 @@ def test_offloaded_to_disk(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_are_named(case: str) -> None:
-    """`_no_split_modules` has the classes of a model's layers, and no other: accelerate's FSDP looks for each of them."""
+    """`_no_split_modules` has the classes of a model's layers and no other: accelerate's FSDP looks for each."""
     config = tiny_config(**CASES[case])
     with torch.device("meta"):
         model = HEADS[config.topology](config)
