@@ -201,10 +201,10 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
         """As the host's; keys and values of fewer heads than devices are made on each of them."""
-        if distributed_config is None or not any(args):
+        if distributed_config is None or not args or args[0] is None:
             return super().maybe_distribute_model(model, distributed_config, *args)
         refuse_sizes(model.config, distributed_config)
-        declared, size = dict(model.tp_plan), distributed_config.tp_size
+        declared, size = dict(model.tp_plan), distributed_config.tp_size or 1
         whole = keep_whole(model, size) if size > 1 and distributed_config.tp_plan != {} else []
         model = super().maybe_distribute_model(model, distributed_config, *args)
         for attention in whole:

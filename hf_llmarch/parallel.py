@@ -168,7 +168,7 @@ def refuse_sizes(config: LlmArchConfig, sizes: Any) -> None:
     Raises:
         ValueError: for a layout that would give other numbers, naming the switches that it does not go with.
     """
-    if getattr(sizes, "pp_size", 1) > 1 and not pipeline_plan(config):
+    if (getattr(sizes, "pp_size", None) or 1) > 1 and not pipeline_plan(config):
         found = ", ".join(f"{name}={getattr(config, name)!r}" for name, holds in ONE_PIECE.items() if holds(config))
         raise ValueError(f"pp_size={sizes.pp_size}: no pipeline with {found}. Use tp_size or fsdp_size instead.")
     for layer in config.layer_configs():
