@@ -200,8 +200,8 @@ class Translation:
         if strange:
             raise NotExpressible(
                 f"These tensors of the adapter have no counterpart on the other side: {some(strange)}. They may be of "
-                "another model, or of packed experts. In this case merge the adapter into its model (merge_and_unload), "
-                "and convert that."
+                "another model, or of packed experts: in this case merge the adapter into its model "
+                "(merge_and_unload), and convert that."
             )
         return {module: self.update(module, given) for module, given in parts.items()}, whole
 

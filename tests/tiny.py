@@ -32,6 +32,7 @@ TOLERANCES = {
     "bf16": 0.01,  # eight bits: the same in bf16
     "compile": 1e-5,  # the compiler fuses and reorders sums
     "absorbed": 1e-5,  # MLA: (q W_UK) c and q (W_UK c) are one number in exact arithmetic
+    "merged": 1e-5,  # PEFT: (W + B A) x and W x + B (A x) are one number in exact arithmetic
     "native": 1e-5,  # transformers' own class: fused projections, sums in another order
     "double": 5e-6,  # fp32 against float64: angles up to 128 carry an error of 128 * 2^-24
     "property": 2e-5,  # as "cache", over shapes and scales that nobody chose

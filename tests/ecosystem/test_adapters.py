@@ -1,0 +1,236 @@
+"""Adapters that were trained on an original convert along with it, and go back: the same logits, the same bytes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_llmarch import LlmArchForCausalLM
+from hf_llmarch.cli import Exit, app
+from hf_llmarch.conversion import convert, export, families
+from hf_llmarch.conversion.errors import ConversionError
+from hf_llmarch.conversion.verify import AUTO_CLASSES
+from tests import family_configs, test_encoders, test_seq2seq
+from tests.tiny import assert_close, differs, redraw, text
+
+CASES = {**family_configs.CASES, **test_encoders.CASES, **test_seq2seq.CASES}
+VOCABULARY = 40  # the smallest of all cases is larger
+
+# Every linear layer of a block, as the native class names them.
+ATTENTION_AND_FFN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTED: dict[str, list[str]] = {
+    "llama": ATTENTION_AND_FFN,
+    "gpt2": ["c_attn", "c_proj", "c_fc", "wte"],  # stored as (in, out), q|k|v fused
+    "phi3": ["qkv_proj", "gate_up_proj"],  # fused row by row
+    "falcon": ["query_key_value", "dense"],  # fused head by head
+    "falcon-new": ["query_key_value"],  # the same by groups of heads
+    "gpt_neox": ["query_key_value", "dense_h_to_4h"],
+    "gptj": ["q_proj", "v_proj", "fc_in"],  # interleaved rotation
+    "cohere": ["q_proj", "k_proj"],
+    "mixtral": ["q_proj", "v_proj"],
+    "deepseek_v3": ["q_b_proj", "kv_b_proj", "o_proj"],
+    "bert": ["query", "value", "intermediate.dense"],
+    "t5": ["q", "v", "wo"],
+    "bart": ["q_proj", "v_proj", "fc1"],
+}
+
+
+def original(case: str, *, ours: str | None = None) -> PreTrainedModel:
+    """A redrawn model of transformers' own class."""
+    name = next(n for n in sorted(families(), key=len, reverse=True) if case == n or case.startswith(f"{n}-"))
+    architectures = families()[name].architectures
+    architecture = architectures[ours] if ours else next(iter(architectures.values()))
+    config = AutoConfig.for_model(name, **json.loads(json.dumps(CASES[case])))
+    return redraw(getattr(transformers, architecture)(config)).eval()
+
+
+def adapt(model: PreTrainedModel, folder: Path, config: Any) -> Any:
+    """Under an adapter away from its neutral beginning, saved in `folder`."""
+    torch.manual_seed(3)
+    adapted = get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.01 if "magnitude" in name else 0.2))
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    ids = text(2, 11) % VOCABULARY
+    two = {"decoder_input_ids": (text(2, 7, seed=3) % VOCABULARY)} if model.config.is_encoder_decoder else {}
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **two).logits
+
+
+def reopened(folder: Path, adapter: Path | None = None) -> Any:
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, AUTO_CLASSES[architecture]).from_pretrained(folder)
+    return PeftModel.from_pretrained(model, adapter or folder / "adapter").eval()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def assert_same_bytes(actual: Path, expected: Path) -> None:
+    a, b = tensors(actual), tensors(expected)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def there_and_back(native: PreTrainedModel, tmp_path: Path, config: Any) -> dict[str, Any]:
+    """Our adapter's config, after the logits here, and the bytes and the logits back there, were found equal."""
+    native.save_pretrained(tmp_path / "native")
+    without = logits(native)
+    expected = logits(adapt(native, tmp_path / "adapter", config))
+    assert differs(expected, without)
+    convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / "adapter", progress=False)
+    ours = reopened(tmp_path / "ours")
+    assert ours.get_base_model().config.model_type == "llmarch"
+    assert_close(logits(ours), expected, "native")
+    export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
+    assert_same_bytes(tmp_path / "back/adapter", tmp_path / "adapter")
+    back = PeftModel.from_pretrained(type(native).from_pretrained(tmp_path / "back"), tmp_path / "back/adapter")
+    assert torch.equal(logits(back.eval()), expected)
+    written = json.loads((tmp_path / "ours/adapter/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "ours")
+    return written
+
+
+@pytest.mark.shows("PEFT", "LoRA of an original, converted with it (`--adapter`) and back, byte for byte", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ADAPTED)
+def test_lora(case: str, tmp_path: Path) -> None:
+    config = there_and_back(original(case), tmp_path, LoraConfig(r=3, lora_alpha=7, target_modules=ADAPTED[case]))
+    # By their last names, wherever these tell them apart.
+    assert all("layers" not in name for name in config["target_modules"])
+
+
+@pytest.mark.slow
+@pytest.mark.shows("PEFT", "LoRA of an original, converted with it (`--adapter`) and back, byte for byte", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(family_configs.EXPERTS)))
+def test_lora_of_every_family(case: str, tmp_path: Path) -> None:
+    there_and_back(original(case), tmp_path, LoraConfig(r=3, target_modules="all-linear"))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True},
+    "rslora": {"use_rslora": True},
+    "biases": {"bias": "lora_only"},
+    "all biases": {"bias": "all"},
+    "bias of the update": {"lora_bias": True},
+    "some layers": {"layers_to_transform": [1]},
+    "ranks": {"rank_pattern": {"c_attn": 5, r"h\.1\.mlp\.c_fc": 2}, "alpha_pattern": {"h.0.attn.c_attn": 9}},
+    "modules in full": {"modules_to_save": ["ln_f", "wpe"]},
+}
+
+
+@pytest.mark.shows("PEFT", "DoRA, rsLoRA, biases, patterns and modules trained in full, converted and back", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(option: str, tmp_path: Path) -> None:
+    there_and_back(original("gpt2"), tmp_path, LoraConfig(r=3, target_modules=["c_attn", "c_fc"], **OPTIONS[option]))
+
+
+@pytest.mark.shows("PEFT", "A classifier's head beside LoRA, converted and back", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["bert", "roberta"])
+def test_classifiers(case: str, tmp_path: Path) -> None:
+    native = original(case, ours="LlmArchForSequenceClassification")
+    config = there_and_back(native, tmp_path, LoraConfig(r=3, task_type=TaskType.SEQ_CLS))
+    assert set(config["target_modules"]) == {"q_proj", "v_proj"}
+    assert "score" in config["modules_to_save"]
+
+
+@pytest.mark.shows("PEFT", "A prompt of an original, converted with it and back", "peft")
+@pytest.mark.filterwarnings("ignore")
+def test_prompts(tmp_path: Path) -> None:
+    there_and_back(original("gpt2"), tmp_path, PromptTuningConfig(num_virtual_tokens=4, task_type=TaskType.CAUSAL_LM))
+
+
+@pytest.mark.shows("PEFT", "LoRA trained here, exported to families with fused projections", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("case", ["gpt2", "phi3", "falcon-new", "gpt_neox"])
+def test_trained_here(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Queries and values, which do not share what they read: the fused projection gets both, side by side."""
+    original(case).save_pretrained(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    ours = LlmArchForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    expected = logits(adapt(ours, tmp_path / "adapter", LoraConfig(r=3, lora_alpha=5, **options)))
+    export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "adapter", progress=False)
+    native = getattr(transformers, json.loads((tmp_path / "back/config.json").read_text())["architectures"][0])
+    back = PeftModel.from_pretrained(native.from_pretrained(tmp_path / "back"), tmp_path / "back/adapter").eval()
+    assert {name.rpartition(".lora")[0].rpartition(".")[2] for name in tensors(tmp_path / "back/adapter")} == {
+        {"gpt2": "c_attn", "phi3": "qkv_proj"}.get(case, "query_key_value")
+    }
+    assert_close(logits(back), expected, "native")
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "another kind": ("gpt2", IA3Config(target_modules=["c_attn"], feedforward_modules=[]), "IA3"),
+    "packed experts": ("mixtral", LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]), "mlp.experts.lora_A"),
+    "tokens": ("gpt2", LoraConfig(target_modules=["c_attn"], trainable_token_indices=[1, 2]), "trainable_tokens"),
+}
+
+
+@pytest.mark.shows("PEFT", "Adapters that cannot be said on the other side, refused by name", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    name, config, named = REFUSED[case]
+    native = original(name)
+    native.save_pretrained(tmp_path / "native")
+    adapt(native, tmp_path / "adapter", config)
+    with pytest.raises(ConversionError, match=named):
+        convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / "adapter", progress=False)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    original("llama").save_pretrained(tmp_path / "native")
+    adapt(original("mistral"), tmp_path / "named alike", LoraConfig(target_modules=["down_proj"]))
+    adapt(original("gpt2"), tmp_path / "named otherwise", LoraConfig(target_modules=["c_attn"]))
+    other = original("llama")
+    other.resize_token_embeddings(101)
+    adapt(other, tmp_path / "shaped otherwise", LoraConfig(target_modules=["lm_head"]))
+    for folder, named in (("named otherwise", "c_attn"), ("shaped otherwise", "lm_head"), ("", "adapter_config.json")):
+        with pytest.raises(ConversionError, match=named):
+            convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / folder, progress=False)
+    # Nothing tells apart two models of one shape.
+    convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / "named alike", progress=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_different_ranks_do_not_fuse(tmp_path: Path) -> None:
+    original("gpt2").save_pretrained(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    ours = LlmArchForCausalLM.from_pretrained(tmp_path / "ours")
+    adapt(ours, tmp_path / "adapter", LoraConfig(r=3, rank_pattern={"q_proj": 5}))
+    with pytest.raises(ConversionError, match=r"q_proj.*one module on the other side"):
+        export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "adapter", progress=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_on_the_command_line(tmp_path: Path) -> None:
+    native = original("llama")
+    native.save_pretrained(tmp_path / "native")
+    adapt(native, tmp_path / "adapter", LoraConfig(r=2))
+    for command in (("convert", "native", "ours", "adapter"), ("export", "ours", "back", "ours/adapter")):
+        name, source, destination, adapter = command
+        arguments = [name, tmp_path / source, tmp_path / destination, "--adapter", tmp_path / adapter, "--quiet"]
+        result = CliRunner().invoke(app, [str(argument) for argument in [*arguments, "--json"]])
+        assert result.exit_code == Exit.OK, result.output
+        assert "adapter/adapter_model.safetensors" in json.loads(result.stdout)["files"]
+    assert_same_bytes(tmp_path / "back/adapter", tmp_path / "adapter")
