@@ -40,6 +40,7 @@ from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits
 from .linear import Linear
 from .norms import norm
 from .parallel import (
+    WHOLE_TEXTS,
     expert_parallel_plan,
     keep_whole,
     pick_heads,
@@ -196,7 +197,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     def supports_context_parallel(self) -> bool:
         """Whether sequences can be cut across devices: the host then drops masks and what is added to scores."""
         causal = self.config.topology == "decoder" and set(self.config.layer_types) == {"full_attention"}
-        return causal and not self.demands
+        return causal and not WHOLE_TEXTS.intersection(self.demands)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:

@@ -150,11 +150,20 @@ def pipeline_plan(config: LlmArchConfig) -> dict[str, tuple[list[str], list[str]
     """The stages' inputs and outputs, as native decoders state them; nothing for what has to stay in one piece."""
     if any(holds(config) for holds in ONE_PIECE.values()):
         return {}
-    return {
+    stages = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
     }
+    return {**stages, "norm": (["hidden_states"], ["hidden_states"])} if config.final_norm else stages
+
+
+# -- context parallel ------------------------------------------------------------------------------------------------
+
+# Of `attention.DEMANDS`, what is wrong where each device sees a part of a text alone, and no mask.
+WHOLE_TEXTS = {
+    *("attn_logit_softcapping", "attention_sinks", "position_encoding", "rope_parameters"),
+    *("capacity_factor", "expert_capacity", "router_type"),
+}
 
 
 # -- fitting a model to its devices ----------------------------------------------------------------------------------

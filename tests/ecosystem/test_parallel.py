@@ -333,6 +333,7 @@ SEQUENCES: dict[str, tuple[dict[str, Any], bool]] = {
     "relative bias": ({"position_encoding": "relative_bias"}, False),
     "softcap": ({"attn_logit_softcapping": 5.0}, False),
     "sinks": ({"attention_sinks": True}, False),
+    "capacity": ({**MOE, "capacity_factor": 1.5}, False),
     "windows": (MIXED, False),
     "chunks": ({"attention_chunk_size": 4}, False),
     "both sides": ({"topology": "encoder"}, False),
