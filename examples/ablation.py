@@ -141,7 +141,7 @@ def written(value: str) -> Any:
 
 def table(switch: str, runs: Sequence[Run]) -> Table:
     best = min(run.losses[-1] for run in runs)
-    view = Table(switch, "parameters", "loss", "above the best", "perplexity", "tokens/s")
+    view = Table(switch, "parameters", "loss", "behind", "perplexity", "tokens/s")
     for run in runs:
         loss = run.losses[-1]
         view.add_row(
