@@ -42,6 +42,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         **{"norm_topk_prob": True, "intermediate_size": 1024},
     },
 }
+NEW_TOKENS = 64
 TINY = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Run = Callable[[], None]
@@ -95,17 +96,13 @@ def prefill(model: PreTrainedModel, length: int) -> Run:
 
 
 def decode(model: PreTrainedModel, length: int) -> Run:
-    """One token after another, behind a text of `length` tokens."""
+    """`generate()` of NEW_TOKENS tokens behind a text of `length`, all that it does included."""
     ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
     model.eval()
-    with torch.no_grad():
-        output = model(ids, use_cache=True, logits_to_keep=1)
-    name = "cache" if "cache" in output else "past_key_values"
-    state = {name: output[name]}
 
-    @torch.no_grad()
     def run() -> None:
-        model(ids[:, :1], use_cache=True, **state)
+        out = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert out.shape[1] == length + NEW_TOKENS
 
     return run
 
@@ -124,27 +121,26 @@ def training(model: PreTrainedModel, length: int) -> Run:
     return run
 
 
-# Case -> what it runs, on how many tokens, and of how many runs a turn is made (short ones need several).
+# Case -> what it runs, on how many tokens, and of how many parts a run is made, whose time is told.
 CASES: Mapping[str, tuple[Callable[[PreTrainedModel, int], Run], int, int]] = {
     "prefill 512": (prefill, 512, 1),
-    "decode 1": (decode, 64, 10),
+    "decode 1": (decode, 64, NEW_TOKENS),
     "training 2 x 256": (training, 256, 1),
 }
 
 
-def milliseconds(run: Run, times: int) -> float:
+def milliseconds(run: Run, parts: int) -> float:
     started = time.perf_counter()
-    for _ in range(times):
-        run()
-    return (time.perf_counter() - started) * 1e3 / times
+    run()
+    return (time.perf_counter() - started) * 1e3 / parts
 
 
-def take_turns(runs: Mapping[str, Run], repeats: int, times: int) -> dict[str, float]:
+def take_turns(runs: Mapping[str, Run], repeats: int, parts: int) -> dict[str, float]:
     """The median time of each, measured in turns after one that warms up."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
-            spent = milliseconds(run, times)
+            spent = milliseconds(run, parts)
             if turn:
                 taken[name].append(spent)
     return {name: statistics.median(values) for name, values in taken.items()}
@@ -152,12 +148,11 @@ def take_turns(runs: Mapping[str, Run], repeats: int, times: int) -> dict[str, f
 
 def profile(model: PreTrainedModel, case: str, rows: int = 12) -> str:
     """The operators that take most of the time of a case themselves."""
-    make, length, times = CASES[case]
+    make, length, _ = CASES[case]
     run = make(model, length)
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        for _ in range(times):
-            run()
+        run()
     return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=40)
 
 
@@ -192,9 +187,9 @@ def main() -> None:
                 if options.profile:
                     print(f"{shape} {dtype} {case}\n{profile(models['ours'], case)}")
                 else:
-                    make, length, times = CASES[case]
+                    make, length, parts = CASES[case]
                     runs = {name: make(model, length) for name, model in models.items()}
-                    result = Measurement(shape, dtype, case, take_turns(runs, options.repeats, times))
+                    result = Measurement(shape, dtype, case, take_turns(runs, options.repeats, parts))
                     found.append(result)
                     native, ours = (result.milliseconds[name] for name in ("native", "ours"))
                     print(f"{shape:8} {dtype:5} {case:17} {native:10.2f} {ours:10.2f} {result.ratio:9.2f}", flush=True)
