@@ -7,6 +7,7 @@ DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -117,7 +118,7 @@ class LatentAttention(ScoredAttention):
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
-        if type(up_proj) is not Linear or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
+        if type(up_proj) not in (Linear, nn.Linear) or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False

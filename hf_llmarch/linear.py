@@ -67,6 +67,13 @@ class Linear(Packable, nn.Linear):
         return linear(x, self.weight_for(x, "weight"), self.bias)
 
 
+def plain(model: nn.Module) -> None:
+    """Make every `Linear` an `nn.Linear` again, for tools that replace modules of exactly this type."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__ = nn.Linear
+
+
 def packing(weight: torch.Tensor) -> Any:
     return ONEDNN_PACK(weight, 1) if weight.dim() == 2 else [ONEDNN_PACK(each, 1) for each in weight]
 

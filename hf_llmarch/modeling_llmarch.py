@@ -37,7 +37,7 @@ from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
 from .generation import PackedGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
-from .linear import Linear
+from .linear import Linear, plain
 from .norms import norm
 from .parallel import (
     WHOLE_TEXTS,
@@ -231,6 +231,12 @@ class LlmArchPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
         else:
             cast(Any, module).init_weights(self.config.initializer_range)
+
+    def post_init(self) -> None:
+        """As the host's; a model that is about to be quantised is made of plain `nn.Linear`."""
+        super().post_init()
+        if getattr(self.config, "quantization_config", None) is not None:
+            plain(self)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 import hf_llmarch
 
 from .configuration_llmarch import LlmArchConfig
+from .linear import Linear
 
 if TYPE_CHECKING:
     from .conversion.checkpoint import Checkpoint
@@ -101,6 +102,19 @@ def quantised_share(model: PreTrainedModel | str | Path, *, revision: str | None
     from .conversion.checkpoint import open_checkpoint
 
     return share_on_disk(open_checkpoint(model, revision=revision))
+
+
+def introduce_to_hqq() -> None:
+    """Let HQQ's own library (`AutoHQQHFModel`) find the linear layers of our models, in this process: it goes by exact
+    types. Models that transformers quantises itself need no such call.
+
+    Raises:
+        ImportError: hqq is not installed.
+    """
+    from hqq.models.base import _QUANT_LAYERS
+
+    if Linear not in _QUANT_LAYERS:
+        _QUANT_LAYERS.append(Linear)
 
 
 def share_on_disk(checkpoint: Checkpoint) -> QuantisedShare:

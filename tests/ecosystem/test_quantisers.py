@@ -32,7 +32,7 @@ from hf_llmarch import LlmArchForCausalLM, LlmArchForSequenceClassification
 from hf_llmarch.cli import app
 from hf_llmarch.conversion import convert
 from hf_llmarch.modeling_llmarch import UNQUANTISED
-from hf_llmarch.quantisation import plain_tensors, quantised_share
+from hf_llmarch.quantisation import introduce_to_hqq, plain_tensors, quantised_share
 from hf_llmarch.surgery import convert_experts_layout
 from tests.tiny import MLA, assert_close, redraw, text, tiny_stack
 
@@ -276,6 +276,7 @@ HQQ = BaseQuantizeConfig(nbits=4, group_size=32, axis=1)
 @pytest.mark.parametrize("case", ["gqa", "mla", "linear experts"])
 def test_hqq(case: str, tmp_path: Path) -> None:
     whole, names = whole_model(case), CASES[case][1]
+    introduce_to_hqq()
     model = copy.deepcopy(whole)
     # It takes a setting for each kind of projection, by its name within a layer, and leaves the others whole.
     kinds = {
