@@ -9,7 +9,7 @@ SMOLLM2     := $(VENV)/.smollm2
 
 # The hosts of test-compat: the oldest supported release of each, a set between, the newest that pip finds.
 COMPAT        := oldest between newest
-HOSTS_oldest  := transformers==5.16.1 torch==2.6.0 peft==0.19.0 accelerate==1.1.0 huggingface_hub==1.5.0
+HOSTS_oldest  := transformers==5.16.1 torch==2.7.1 peft==0.19.0 accelerate==1.1.0 huggingface_hub==1.5.0
 HOSTS_between := transformers==5.19.0 torch==2.13.0 peft==0.21.2
 HOSTS_newest  := transformers torch peft
 

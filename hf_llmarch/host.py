@@ -11,11 +11,15 @@ import transformers
 __version__ = "0.1.0"
 
 # Library -> the oldest release and the one before which support ends. CI and `make test-compat` test both ends.
-SUPPORTED: dict[str, tuple[str, str]] = {"torch": ("2.6", "3"), "transformers": ("5.16.1", "6"), "peft": ("0.19", "1")}
+SUPPORTED: dict[str, tuple[str, str]] = {
+    "torch": ("2.7.1", "3"),
+    "transformers": ("5.16.1", "6"),
+    "peft": ("0.19", "1"),
+}
 
 
 def release(text: str) -> tuple[int, ...]:
-    """The numbers of a version: (5, 30, 0) for `5.30.0.dev0`, (2, 6, 0) for `2.6.0+cpu`."""
+    """The numbers of a version: (5, 30, 0) for `5.30.0.dev0`, (2, 7, 1) for `2.7.1+cpu`."""
     return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
 
 

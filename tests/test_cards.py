@@ -1,6 +1,7 @@
 """Model cards: what they say is true, what they take over holds, and nobody's text is lost."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typer.testing import CliRunner
 
+import hf_llmarch
 from hf_llmarch import LlmArchConfig, cards
 from hf_llmarch.cli import Exit, app
 from hf_llmarch.conversion import convert, export, verify
@@ -315,13 +317,22 @@ def test_the_command_refuses(llama: Path, ours: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_holds_the_template(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_template_and_the_types(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parent.parent
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)], check=True)
+    # Of a copy: a build leaves folders behind. With the setuptools of this environment, which needs no network.
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in ("hf_llmarch", "conversion", "model_cards", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copyfile
+        copy(root / name, source / name)
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([*pip, "wheel", *options, str(source)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
     code = "from hf_llmarch import cards; print(cards.TEMPLATE, cards.TEMPLATE.is_file())"
-    path = {"PYTHONPATH": str(tmp_path / "site"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    found = subprocess.run([sys.executable, "-c", code], env=path, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout.split() == [str(tmp_path / "site/hf_llmarch/model_cards/template.md"), "True"], found.stderr
+    path = {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", code], env=path, cwd=site, capture_output=True, text=True)
+    assert found.stdout.split() == [str(site / "hf_llmarch/model_cards/template.md"), "True"], found.stderr
+    assert (site / "hf_llmarch/py.typed").is_file()
+    assert f"-{hf_llmarch.__version__}-" in wheel.name

@@ -244,12 +244,12 @@ def test_supported_releases_and_their_development_versions_are_not(version: str,
     assert message.startswith(("ImportError", "ModuleNotFoundError"))
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.6.0", "3.0.0"])
 def test_an_unsupported_torch_is_refused_in_one_sentence(version: str, tmp_path: Path) -> None:
     code = f"import torch; torch.__version__ = {version!r}; import hf_llmarch"
     finished = run(code, tmp_path, PYTHONPATH=str(SOURCE.parent))
     message = finished.stderr.strip().splitlines()[-1]
-    assert message.startswith(f"ImportError: hf_llmarch 0.1.0 supports torch >=2.6,<3 and found {version}:")
+    assert message.startswith(f"ImportError: hf_llmarch 0.1.0 supports torch >=2.7.1,<3 and found {version}:")
 
 
 def test_an_unsupported_peft_is_refused_in_one_sentence(tmp_path: Path) -> None:
