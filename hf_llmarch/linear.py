@@ -71,7 +71,7 @@ def plain(model: nn.Module) -> None:
     """Make every `Linear` an `nn.Linear` again, for tools that replace modules of exactly this type."""
     for module in model.modules():
         if type(module) is Linear:
-            module.__class__ = nn.Linear
+            module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def packing(weight: torch.Tensor) -> Any:
