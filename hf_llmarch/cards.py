@@ -131,7 +131,7 @@ def make(
         mark=MARK,
         title=name,
         summary=summary(base_model, origin, report),
-        usage=usage(checkpoint, config, name),
+        usage=f"```python\n{usage(checkpoint, config, name)}\n```",
         supported=SUPPORTED,
         numbers=numbers(checkpoint, config),
         switches=list(changed_switches(config)),
