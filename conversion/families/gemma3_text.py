@@ -37,5 +37,5 @@ FAMILY = Family(
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Gemma3ForCausalLM"},
     # The pattern is in layer_types by the time we read it.
-    inert=("sliding_window_pattern", "cache_implementation"),
+    inert=("sliding_window_pattern", "_sliding_window_pattern", "cache_implementation"),
 )

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, TaskType, get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -49,7 +50,9 @@ def original(case: str, *, ours: str | None = None) -> PreTrainedModel:
     architectures = families()[name].architectures
     architecture = architectures[ours] if ours else next(iter(architectures.values()))
     config = AutoConfig.for_model(name, **json.loads(json.dumps(CASES[case])))
-    return redraw(getattr(transformers, architecture)(config)).eval()
+    model = getattr(transformers, architecture)(config)
+    redraw(nn.ParameterList(tensor for tensor in model.parameters() if tensor.requires_grad))  # tables stay
+    return model.eval()
 
 
 def adapt(model: PreTrainedModel, folder: Path, config: Any) -> Any:
@@ -115,10 +118,15 @@ def test_lora(case: str, tmp_path: Path) -> None:
     assert all("layers" not in name for name in config["target_modules"])
 
 
+# Experts are packed on one side or both. transformers' MPT class forgets alibi_bias_max.
+SPARSE = {*family_configs.EXPERTS, *(case for case in CASES if case.startswith("switch"))}
+DENSE = sorted(set(CASES) - SPARSE - {"mpt-options"})
+
+
 @pytest.mark.slow
 @pytest.mark.shows("PEFT", "LoRA of an original, converted with it (`--adapter`) and back, byte for byte", "peft")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", sorted(set(CASES) - set(family_configs.EXPERTS)))
+@pytest.mark.parametrize("case", DENSE)
 def test_lora_of_every_family(case: str, tmp_path: Path) -> None:
     there_and_back(original(case), tmp_path, LoraConfig(r=3, target_modules="all-linear"))
 
@@ -234,3 +242,21 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         assert result.exit_code == Exit.OK, result.output
         assert "adapter/adapter_model.safetensors" in json.loads(result.stdout)["files"]
     assert_same_bytes(tmp_path / "back/adapter", tmp_path / "adapter")
+
+
+@pytest.mark.shows("PEFT", "Convert, LoRA by Trainer, merge and save: `examples/lora.py`", "peft", "accelerate")
+@pytest.mark.filterwarnings("ignore")
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original("llama").save_pretrained(tmp_path / "native")
+    test_encoders.tiny_tokenizer().save_pretrained(tmp_path / "native")
+    (tmp_path / "texts").write_text("\n".join(test_encoders.TEXTS))
+    output = tmp_path / "output"
+    script = run_path(str(Path(__file__).parents[2] / "examples/lora.py"))
+    options = {"--texts": tmp_path / "texts", "--output": output, "--steps": 3, "--prompt": "the cat"}
+    script["main"]([str(tmp_path / "native"), *(str(part) for option in options.items() for part in option)])
+    assert str(output / "merged") in capsys.readouterr().out
+    merged = transformers.AutoModelForCausalLM.from_pretrained(output / "merged").eval()
+    base = transformers.AutoModelForCausalLM.from_pretrained(output / "converted").eval()
+    before = logits(base)
+    assert differs(logits(merged), before)
+    assert_close(logits(PeftModel.from_pretrained(base, output / "adapter").eval()), logits(merged), "merged")
