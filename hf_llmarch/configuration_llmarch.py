@@ -731,14 +731,13 @@ class LlmArchConfig(
     @cache
     def docs() -> dict[str, str]:
         """What each switch does, by name. Python keeps no string below a field, so this reads them in this file."""
-        groups = [node for node in ast.parse(Path(__file__).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
-        return {
-            line.target.id: " ".join(below.value.value.split())
-            for group in groups
-            for line, below in pairwise(group.body)
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        }
+        texts: dict[str, str] = {}
+        for group in ast.parse(Path(__file__).read_text("utf-8")).body:
+            for line, below in pairwise(group.body) if isinstance(group, ast.ClassDef) else ():
+                match line, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        texts[name] = " ".join(text.split())
+        return texts
 
 
 AUTO_MAP = {
