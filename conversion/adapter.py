@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,8 @@ class Translation:
         if embedding:
             rows, columns = rows.T, columns.T
         config = self.adapter.config
-        alphas = config.get("alpha_pattern") or {}
-        alpha = alphas.get(get_pattern_key(alphas.keys(), module), config["lora_alpha"])
+        alphas: dict[str, float] = config.get("alpha_pattern") or {}
+        alpha = alphas.get(get_pattern_key(list(alphas), module), config["lora_alpha"])
         step = self.maker[f"{module}.weight"]
         expected = self.shapes[f"{module}.weight"]
         if self.source == "theirs" and self.is_transposed(step):
@@ -265,10 +265,11 @@ class Translation:
         present = [updates[module] for module in modules if module in updates]
         first, alpha = present[0], self.common_alpha(modules, updates)
         if first.embedding and (len(modules), len(targets)) == (1, 1):
-            (rows,) = self.move_rows(step, [first.rows])
-            return {targets[0]: LowRank(rows, first.columns, alpha, True, first.vectors)}
+            # Its magnitudes are one a column.
+            return {targets[0]: replace(first, rows=self.move_rows(step, [first.rows])[0])}
         columns, starts = stacked(present)
-        rank, rows = columns.shape[0], []
+        rank = columns.shape[0]
+        rows: list[Tensor] = []
         for module in modules:
             update = updates.get(module)
             part = first.rows.new_zeros(self.height(step, module), rank)
@@ -375,6 +376,7 @@ def naming(adapter: Adapter, plan: Plan, source: Side) -> tuple[tuple[Step, ...]
     """
     skeleton = skeleton_of(plan.config, plan.architecture)
     shapes = {**skeleton.shapes, **{tied: skeleton.shapes[whose] for tied, whose in skeleton.tied.items()}}
+    options: list[tuple[Mapping[str, str], Mapping[str, str]]]
     options = [(theirs, {"model.": ""} if "" in theirs.values() else {}) for theirs in plan.family.spellings]
     if skeleton.spelling:  # a base model, of which theirs have no prefix either
         options = [(theirs, skeleton.spelling) for theirs, ours in sorted(options, key=lambda option: not option[1])]

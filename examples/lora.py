@@ -56,7 +56,7 @@ def train(model: Any, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], 
         args=TrainingArguments(
             output_dir=str(folder),
             max_steps=steps,
-            per_device_train_batch_size=4,
+            per_device_train_batch_size=2,
             learning_rate=4e-3,
             lr_scheduler_type="constant",
             logging_steps=max(1, steps // 4),

@@ -90,8 +90,8 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inputs(model: Any) -> dict[str, Tensor]:
-    read = {"decoder_input_ids": text(2, 9, seed=3)} if model.config.topology == "encoder-decoder" else {}
-    return {"input_ids": text(2, 11), **read}
+    read = {"decoder_input_ids": text(4, 9, seed=3)} if model.config.topology == "encoder-decoder" else {}
+    return {"input_ids": text(4, 40), **read}  # so many that no expert goes without
 
 
 @torch.no_grad()
