@@ -20,7 +20,7 @@ from .buffers import Fp32Buffers
 from .compat import EXPERTS
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
-from .linear import Linear, Packable, linear
+from .linear import Linear, linear
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -257,7 +257,7 @@ OVERFLOWS = {"drop": drop_overflow, "next_best": next_best}
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-class PackedExperts(Packable, nn.Module):
+class PackedExperts(nn.Module):
     """All experts in 3-D weights, `gate_up_proj (E, 2 I, C)` (or `up_proj (E, I, C)`) and `down_proj (E, C, I)`: the
     layout of the host's experts implementations, which `set_experts_implementation` chooses from."""
 
@@ -272,7 +272,6 @@ class PackedExperts(Packable, nn.Module):
         self.has_post_expert_norm = self._is_expert_parallel = False
         self.act_fn, self.gate = activation(layer), gate(layer)
         self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
-        self.packs = (self.up_name, "down_proj")
         inner = self.intermediate_dim * (2 if self.has_gate else 1)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(self.num_experts, inner, self.hidden_dim)))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -317,8 +316,8 @@ class PackedExperts(Packable, nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """One matrix product an expert, over its tokens brought together by sorting."""
-        up, down = (self.by_expert(hidden_states, name) for name in self.packs)
-        up_bias, down_bias = (self.by_expert(hidden_states, f"{name}_bias") for name in self.packs)
+        up, down = self.by_expert(self.up_name), self.by_expert("down_proj")
+        up_bias, down_bias = self.by_expert(f"{self.up_name}_bias"), self.by_expert("down_proj_bias")
 
         def run(experts: list[int], segments: Sequence[torch.Tensor]) -> torch.Tensor:
             products = [linear(x, up[e], up_bias[e]) for e, x in zip(experts, segments, strict=True)]
@@ -329,14 +328,14 @@ class PackedExperts(Packable, nn.Module):
 
         return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
 
-    def by_expert(self, x: torch.Tensor, name: str) -> Any:
+    def by_expert(self, name: str) -> Any:
         """A parameter of all experts, to be indexed by expert.
 
         Unbound once where a gradient is due: indexing it costs a full zero gradient for every expert.
         """
-        if getattr(self, name, None) is None:
+        weights = getattr(self, name, None)
+        if weights is None:
             return [None] * self.num_experts
-        weights = self.weight_for(x, name)
         return weights.unbind(0) if torch.is_grad_enabled() else weights
 
     def extra_repr(self) -> str:

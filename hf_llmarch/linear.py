@@ -6,7 +6,6 @@ torch carries as well, and in bf16 slow for the few rows of a decoding step, whe
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,30 +40,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-class Packable:
-    """A module that can read its weights from a copy in oneDNN's layout, which `packed` makes."""
-
-    packs: tuple[str, ...] = ()
-    # Name of a parameter -> its copy, or one for each expert.
-    copies: dict[str, Any] = {}
-
-    def weight_for(self, x: torch.Tensor, name: str) -> Any:
-        """What `linear` is to read for `x`: the copy where there is one and it is the faster, else the parameter."""
-        weight = getattr(self, name)
-        copy = self.copies.get(name)
-        few = copy is not None and x.numel() <= FEW_ROWS * weight.shape[-1]
-        return copy if few and onednn_takes(x, weight) else weight
-
-
-class Linear(Packable, nn.Linear):
+class Linear(nn.Linear):
     """`nn.Linear`: the same parameters, the same numbers up to the order of sums."""
 
-    packs = ("weight",)
+    # The weight in oneDNN's layout, within `packed`.
+    copy: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.copies:
-            return linear(x, self.weight, self.bias)
-        return linear(x, self.weight_for(x, "weight"), self.bias)
+        copy = self.copy
+        if copy is not None and x.numel() <= FEW_ROWS * self.in_features and onednn_takes(x, self.weight):
+            return ONEDNN_LINEAR(x, copy, self.bias, "none", [], "")
+        return linear(x, self.weight, self.bias)
 
 
 def plain(model: nn.Module) -> None:
@@ -74,42 +60,32 @@ def plain(model: nn.Module) -> None:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def packing(weight: torch.Tensor) -> Any:
-    return ONEDNN_PACK(weight, 1) if weight.dim() == 2 else [ONEDNN_PACK(each, 1) for each in weight]
-
-
-def packable(model: nn.Module) -> dict[int, tuple[nn.Parameter, list[tuple[Packable, str]]]]:
-    """The bf16 weights on CPU, and where each is read (a tied one in several places)."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[Packable, str]]]] = {}
-    readers: list[Any] = [module for module in model.modules() if isinstance(module, Packable)]
-    for module in readers if ONEDNN_PACK is not None else ():
-        for name in module.packs:
-            weight = getattr(module, name)
-            if type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-                found.setdefault(id(weight), (weight, []))[1].append((module, name))
-    return found
+def packable(module: nn.Module) -> bool:
+    if not isinstance(module, Linear) or ONEDNN_PACK is None:
+        return False
+    weight = module.weight
+    return type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
 
 
 @contextmanager
 def packed(model: nn.Module) -> Iterator[None]:
-    """Here the weights of a bf16 model on CPU have a second copy, in the layout that oneDNN reads fastest.
+    """Here the `Linear` layers of a bf16 model on CPU have a second copy, in the layout that oneDNN reads fastest.
 
-    It makes decoding faster and needs the memory of the weights once more: where less is free, nothing is packed. The
+    It makes decoding faster and needs the memory of these weights once more: where less is free, nothing is packed. The
     weights must not change inside. `generate` does it by itself for a text that gets long; a loop of one's own may ask:
 
         with torch.no_grad(), packed(model):
             ...
+
+    Packed experts stay as they are: most of them serve too few tokens of a text to be worth a copy.
     """
-    weights = packable(model)
-    readers = [module for _, places in weights.values() for module, _ in places]
+    layers = [module for module in model.modules() if isinstance(module, Linear) and packable(module)]
     try:
-        if sum(weight.nbytes for weight, _ in weights.values()) <= free_memory():
+        if sum(layer.weight.nbytes for layer in layers) <= free_memory():
             with torch.no_grad():
-                for weight, places in weights.values():
-                    copy = packing(weight)
-                    for module, name in places:
-                        module.copies = {**module.copies, name: copy}
+                for layer in layers:
+                    layer.copy = ONEDNN_PACK(layer.weight, 1)
         yield
     finally:
-        for module in readers:
-            module.copies = {}
+        for layer in layers:
+            layer.copy = None
