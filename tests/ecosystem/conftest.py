@@ -65,6 +65,7 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--report", None)
     if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"topic": topic, "line": line, **row} for (topic, line), row in session.config.stash[OUTCOMES].items()]
         rows.sort(key=lambda row: (row["topic"], row["line"]))
         path.write_text(json.dumps({"python": platform.python_version(), "rows": rows}, indent=1) + "\n")
