@@ -99,6 +99,7 @@ def dequantised(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.shows("Quantisation", "AWQ in 4 bits, on CPU: calibrated, saved, loaded (`norm_offset=0`)", "gptqmodel")
 def test_awq_calibrated_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes logs/ where it runs
     monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # by default one on two cores, and its loader asks for two
     monkeypatch.setitem(auto.MODEL_MAP, "llmarch", LlmArchQModel)
     monkeypatch.setattr(auto, "SUPPORTED_MODELS", [*auto.SUPPORTED_MODELS, "llmarch"])
