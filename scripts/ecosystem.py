@@ -17,6 +17,8 @@ INTRODUCTION = """# In the ecosystem
 
 Each line is a test of `tests/ecosystem` that runs the tool itself on models of ours. `make ecosystem` runs them all, in
 environments of their own where tools disagree, and writes this page.
+
+Not run, for want of a GPU: SGLang, whose packages need CUDA; DeepSpeed, beyond the reading of its config.
 """
 
 
