@@ -794,11 +794,11 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits of the base model's outputs."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: no logits are right for every task
 
     def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """The loss."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: as `predict`
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         """How many numbers of the loss each row has, `(batch,)`."""

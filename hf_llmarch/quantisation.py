@@ -22,7 +22,7 @@ from .configuration_llmarch import LlmArchConfig
 from .linear import Linear
 
 if TYPE_CHECKING:
-    from .conversion.checkpoint import Checkpoint
+    from hf_llmarch.conversion.checkpoint import Checkpoint
 
 PACKED_EXPERT = re.compile(r"\.experts\.\w+$")
 
@@ -99,7 +99,7 @@ def quantised_share(model: PreTrainedModel | str | Path, *, revision: str | None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError("The model is spread over processes: measure it in one, or measure its folder.")
         return measure(type(model), model.config, dict(stored(model)))
-    from .conversion.checkpoint import open_checkpoint
+    from hf_llmarch.conversion.checkpoint import open_checkpoint
 
     return share_on_disk(open_checkpoint(model, revision=revision))
 
