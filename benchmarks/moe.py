@@ -6,9 +6,12 @@
 
 Models take turns, so that a machine that slows down slows all of them; a time is the median of its turns, a ratio is
 native / ours: above 1, ours is faster. The weights are the same, and the logits are compared before anything is timed.
+The limit is native / the products of matrices alone, one after another by the fastest of torch's kernels: what no
+implementation in plain PyTorch can pass.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import platform
@@ -22,9 +25,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_llmarch.conversion import load
+from hf_llmarch.linear import linear
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 2048},
@@ -57,10 +62,9 @@ class Measurement:
     case: str
     milliseconds: dict[str, float]
 
-    @property
-    def ratio(self) -> float:
-        """How many times the speed of the native class with its default experts."""
-        return self.milliseconds["native"] / self.milliseconds["ours"]
+    def ratio(self, contender: str) -> float:
+        """How many times the speed of the native class with its default experts; nan for one that did not take part."""
+        return self.milliseconds["native"] / self.milliseconds.get(contender, float("nan"))
 
 
 def pair(config: dict[str, Any], dtype: torch.dtype) -> dict[str, PreTrainedModel]:
@@ -121,12 +125,53 @@ def training(model: PreTrainedModel, length: int) -> Run:
     return run
 
 
+class Products(TorchDispatchMode):
+    """Keeps the factors of every product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.factors.append((args[0], args[1].t()))
+        return func(*args, **(kwargs or {}))
+
+
+def products(model: PreTrainedModel, run: Run) -> Run:
+    """The products of matrices of a run without gradients, attention's aside, and nothing else."""
+    chosen = model.config._experts_implementation
+    model.set_experts_implementation("eager")  # an operator an expert, which can be seen
+    with Products() as seen:
+        run()
+    model.set_experts_implementation(chosen)
+
+    @torch.no_grad()
+    def replay() -> None:
+        for x, weight in seen.factors:
+            linear(x, weight)
+
+    return replay
+
+
 # Case -> what it runs, on how many tokens, and of how many parts a run is made, whose time is told.
 CASES: Mapping[str, tuple[Callable[[PreTrainedModel, int], Run], int, int]] = {
     "prefill 512": (prefill, 512, 1),
     "decode 1": (decode, 64, NEW_TOKENS),
     "training 2 x 256": (training, 256, 1),
 }
+
+
+def keep_memory() -> None:
+    """Have glibc keep what is freed. Giving it back and asking for it anew takes a virtual machine about as long as the
+    products do, and longer in one turn than in another."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_threshold, 2**30)
 
 
 def milliseconds(run: Run, parts: int) -> float:
@@ -177,8 +222,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the measurements as JSON")
     options = parser.parse_args()
 
+    keep_memory()
     found: list[Measurement] = []
-    print(f"{'shape':8} {'dtype':5} {'case':17} {'native ms':>10} {'ours ms':>10} {'x native':>9}")
+    print(f"{'shape':8} {'dtype':5} {'case':17} {'native ms':>10} {'ours ms':>10} {'x native':>9} {'limit':>6}")
     for shape in options.shapes:
         for dtype in options.dtypes:
             config = {**SHAPES[shape], **(TINY if options.tiny else {})}
@@ -189,15 +235,18 @@ def main() -> None:
                 else:
                     make, length, parts = CASES[case]
                     runs = {name: make(model, length) for name, model in models.items()}
+                    if not models["native"].training:
+                        runs["products"] = products(models["native"], runs["native"])
                     result = Measurement(shape, dtype, case, take_turns(runs, options.repeats, parts))
                     found.append(result)
-                    native, ours = (result.milliseconds[name] for name in ("native", "ours"))
-                    print(f"{shape:8} {dtype:5} {case:17} {native:10.2f} {ours:10.2f} {result.ratio:9.2f}", flush=True)
+                    spent = " ".join(f"{result.milliseconds[name]:10.2f}" for name in models)
+                    ratio, limit = result.ratio("ours"), result.ratio("products")
+                    print(f"{shape:8} {dtype:5} {case:17} {spent} {ratio:9.2f} {limit:6.2f}", flush=True)
                     del runs
                 del models
                 gc.collect()  # a training step leaves gradients and optimiser states behind
     if options.output is not None:
-        measurements = [{**asdict(result), "ratio": round(result.ratio, 3)} for result in found]
+        measurements = [{**asdict(result), "ratio": round(result.ratio("ours"), 3)} for result in found]
         options.output.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "repeats": options.repeats, "measurements": measurements}
         options.output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

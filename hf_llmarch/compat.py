@@ -5,6 +5,7 @@ from .host import FOUND  # isort: skip
 
 import inspect
 import os
+import platform
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -74,12 +75,28 @@ ONEDNN_LINEAR: Any = getattr(ONEDNN, "_linear_pointwise", None)
 ONEDNN_PACK: Any = getattr(ONEDNN, "_reorder_linear_weight", None)
 
 
+def _processor() -> str:
+    """The processor's maker and abilities among other facts, as Linux tells them."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+
+
+# Whether fp32 products go to an MKL that does not use what the processor can do.
+MKL_IS_SLOW = torch.backends.mkl.is_available() and any(
+    maker in _processor() for maker in ("AuthenticAMD", "HygonGenuine")
+)
+# Whether oneDNN multiplies bf16 in the tiles of Intel's AMX.
+AMX = ONEDNN is not None and "amx_bf16" in _processor()
+
+
 def operators_are_watched() -> bool:
     """Whether something stands between a module and torch's kernels that an operator of inductor's would escape:
     autocast, a tracer, a mode (counting FLOPs, fake tensors), `torch.func`, forward-mode gradients."""
-    return bool(
+    return (
         torch.is_autocast_enabled("cpu")
-        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0

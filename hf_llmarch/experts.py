@@ -5,22 +5,24 @@ width of an expert. A router returns logits `(N, E)`, weights `(N, K)` and exper
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cache, partial
+from math import ceil
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import initialization as init
 
 from .buffers import Fp32Buffers
-from .compat import EXPERTS
+from .compat import AMX, EXPERTS, MKL_IS_SLOW
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
-from .linear import Linear, linear
+from .linear import Linear, fastest, linear
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -118,7 +120,7 @@ class Router(Fp32Buffers):
             weights = weights * sharing
         if self.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return weights * self.scale
+        return weights if self.scale == 1.0 else weights * self.scale
 
     def forward(self, x: torch.Tensor, real: torch.Tensor | None = None) -> Routing:
         """Tokens `(N, C)`, of which those that are not `real` (N elements in any shape) are no load.
@@ -257,6 +259,31 @@ OVERFLOWS = {"drop": drop_overflow, "next_best": next_best}
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
+def always(indices: torch.Tensor, experts: int) -> bool:
+    return True
+
+
+def evenly_busy(indices: torch.Tensor, experts: int) -> bool:
+    """Whether nearly all experts have tokens, and nearly none has more than twice its share."""
+    share = indices.numel() / experts
+    if share < 2:
+        return False
+    picks = indices.flatten().bincount(minlength=experts)[:experts]
+    return bool(((picks == 0) | (picks > 2 * share)).sum() <= experts / 8)
+
+
+# What is faster than the host's grouped product on this processor, without gradients and for more than one token: by
+# dtype, a method of `PackedExperts`, and whether it is for these picks of that many experts (`benchmarks/moe.py`).
+FASTER: dict[torch.dtype, tuple[str, Callable[[torch.Tensor, int], bool]]] = {}
+if MKL_IS_SLOW:
+    FASTER[torch.float32] = ("segments", always)
+if AMX:
+    FASTER[torch.bfloat16] = ("batches", evenly_busy)
+
+# Experts in one batched product: enough to make it worthwhile, and few, so that a busy one lengthens it for few.
+BATCH = 16
+
+
 class PackedExperts(nn.Module):
     """All experts in 3-D weights, `gate_up_proj (E, 2 I, C)` (or `up_proj (E, I, C)`) and `down_proj (E, C, I)`: the
     layout of the host's experts implementations, which `set_experts_implementation` chooses from."""
@@ -272,6 +299,7 @@ class PackedExperts(nn.Module):
         self.has_post_expert_norm = self._is_expert_parallel = False
         self.act_fn, self.gate = activation(layer), gate(layer)
         self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
+        self.weight_names = (self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
         inner = self.intermediate_dim * (2 if self.has_gate else 1)
         self.register_parameter(self.up_name, nn.Parameter(torch.empty(self.num_experts, inner, self.hidden_dim)))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -292,41 +320,95 @@ class PackedExperts(nn.Module):
     ) -> torch.Tensor:
         """Tokens `(N, C)` with their experts and weights `(N, K)` -> `(N, C)`."""
         chosen = self.config._experts_implementation
-        if chosen == "grouped_mm" and not self.groups_well(hidden_states):
-            # A loop over segments asks for their sizes, which a compiler does not know.
-            chosen = "batched_mm" if torch.compiler.is_compiling() else "eager"
-        implementation = EXPERTS.get_interface(chosen, PackedExperts.segments)
+        own = self.instead_of_grouping(hidden_states, top_k_index) if chosen == "grouped_mm" else None
+        implementation = own or EXPERTS.get_interface(chosen, PackedExperts.segments)
         # Weights in the tokens' dtype, as most of the host's routers give them: a product of mixed dtypes is slow.
         return implementation(self, hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
 
-    def groups_well(self, x: torch.Tensor) -> bool:
-        """Whether the host's grouped product takes these widths, and is the faster one.
+    def instead_of_grouping(self, x: torch.Tensor, indices: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        """What runs in place of the host's grouped product, its default: where that cannot, or is not the fastest.
 
-        Its kernel wants rows of whole 16 bytes; compiled, in other dtypes than bf16, it is a loop that does not. On CPU
-        segments are faster in fp32 where no gradient is due, and one token needs no grouping.
+        Its kernel wants rows of whole 16 bytes; compiled, in other dtypes than bf16, it is a loop that does not.
         """
         compiling = torch.compiler.is_compiling()
-        evaluates_on_cpu = x.device.type == "cpu" and not (compiling or torch.is_grad_enabled())
-        if evaluates_on_cpu and (x.dtype == torch.float32 or len(x) == 1):
-            return False
+        if x.device.type == "cpu" and not (compiling or torch.is_grad_enabled()):
+            if len(x) == 1:
+                return PackedExperts.token
+            method, applies = FASTER.get(x.dtype, (None, always))
+            if method is not None and applies(indices, self.num_experts):
+                return cast(Callable[..., torch.Tensor], getattr(PackedExperts, method))
         aligned = not any(width * x.element_size() % 16 for width in (self.hidden_dim, self.intermediate_dim))
-        return aligned or (compiling and x.dtype != torch.bfloat16)
+        if compiling:
+            # Not a loop: it asks for the sizes of segments, which a compiler does not know.
+            return None if aligned or x.dtype != torch.bfloat16 else EXPERTS["batched_mm"]
+        return None if aligned else PackedExperts.segments
 
     def segments(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """One matrix product an expert, over its tokens brought together by sorting."""
-        up, down = self.by_expert(self.up_name), self.by_expert("down_proj")
-        up_bias, down_bias = self.by_expert(f"{self.up_name}_bias"), self.by_expert("down_proj_bias")
+        """One expert after another, each on its tokens."""
+        weights = [self.by_expert(name) for name in self.weight_names]
 
-        def run(experts: list[int], segments: Sequence[torch.Tensor]) -> torch.Tensor:
-            products = [linear(x, up[e], up_bias[e]) for e, x in zip(experts, segments, strict=True)]
-            inner = torch.cat(products)  # small operators cost less once for all of them
-            inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-            inner = inner.split([len(x) for x in segments])
-            return torch.cat([linear(x, down[e], down_bias[e]) for e, x in zip(experts, inner, strict=True)])
+        def run(expert: int, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x, *(w[expert] for w in weights))
 
         return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def token(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for one token, where there is nothing to bring together: decoding is made of these."""
+        up, up_bias, down, down_bias = (self.by_expert(name) for name in self.weight_names)
+        product = fastest(hidden_states, up)
+
+        def run(experts: list[int], x: torch.Tensor) -> torch.Tensor:
+            inner = self.inner(torch.stack([product(x[0], up[e], up_bias[e]) for e in experts]))
+            return torch.stack([product(x, down[e], down_bias[e]) for e, x in zip(experts, inner, strict=True)])
+
+        return one_token(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def batches(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Several experts at once: all on up to twice their mean number of tokens, then those that have more on the
+        rest."""
+        weights: list[Any] = [getattr(self, name, None) for name in self.weight_names]
+        tokens, shares = tokens_by_expert(top_k_index, top_k_weights, self.num_experts)
+        nobody = len(hidden_states)
+        result = hidden_states.new_zeros(nobody + 1, self.hidden_dim)  # the last row takes what fills up the others
+        for start in range(0, self.num_experts, BATCH):
+            some = slice(start, min(start + BATCH, self.num_experts))
+            longest = 2 * ceil(sum(map(len, tokens[some])) / (some.stop - some.start))
+            rows = pad_sequence([t[:longest] for t in tokens[some]], batch_first=True, padding_value=nobody)
+            share = pad_sequence([s[:longest] for s in shares[some]], batch_first=True)
+            x = hidden_states[rows.clamp(max=nobody - 1)]  # (experts, rows, C)
+            out = self.left(x, *(None if w is None else w[some] for w in weights)) * share
+            result.index_add_(0, rows.flatten(), out.flatten(0, 1))
+            for e in range(some.start, some.stop):
+                if len(tokens[e]) > longest:
+                    x = hidden_states[tokens[e][longest:]]
+                    out = self.one(x, *(None if w is None else w[e] for w in weights)) * shares[e][longest:]
+                    result.index_add_(0, tokens[e][longest:], out)
+        return result[:nobody]
+
+    def left(self, x: torch.Tensor, *weights: Any) -> torch.Tensor:
+        """One expert on its tokens `(n, C)`, or several, `(experts, n, C)`, with their weights as left factors.
+
+        oneDNN brings the right factor into another layout, and of the two that is to be the smaller.
+        """
+        up, up_bias, down, down_bias = weights
+        inner = torch.matmul(up, x.mT).mT
+        inner = self.inner(inner if up_bias is None else inner + up_bias.unsqueeze(-2))
+        out = torch.matmul(down, inner.mT).mT
+        return out if down_bias is None else out + down_bias.unsqueeze(-2)
+
+    def one(self, x: torch.Tensor, *weights: Any) -> torch.Tensor:
+        """One expert on its tokens `(n, C)`; the weights are in the order of `weight_names`."""
+        up, up_bias, down, down_bias = weights
+        return linear(self.inner(linear(x, up, up_bias)), down, down_bias)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply_gate(x) if self.has_gate else self.act_fn(x)
 
     def by_expert(self, name: str) -> Any:
         """A parameter of all experts, to be indexed by expert.
@@ -353,51 +435,65 @@ class LinearExperts(nn.ModuleList):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        picks = (len(self), hidden_states, top_k_index, top_k_weights)
+        if len(hidden_states) == 1 and not torch.is_grad_enabled():
+            return one_token(lambda experts, x: torch.cat([self[e](x) for e in experts]), *picks)
         # Gradients of zeros rather than none: processes that train together wait for each other's of every parameter.
         every = self.training and torch.is_grad_enabled()
-
-        def run(experts: list[int], segments: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([self[e](x) for e, x in zip(experts, segments, strict=True)])
-
-        return by_segments(run, len(self), hidden_states, top_k_index, top_k_weights, every)
+        return by_segments(lambda expert, x: self[expert](x), *picks, every)
 
 
-# The experts named, each on its tokens `(n, C)`, one after another: `(sum of n, C)`.
-RunExperts = Callable[[list[int], Sequence[torch.Tensor]], torch.Tensor]
+def tokens_by_expert(
+    indices: torch.Tensor, weights: torch.Tensor, experts: int
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The picks `(N, K)` the other way around: each expert's tokens `(n,)` and the weights `(n, 1)` it has for them.
+
+    An index of `experts` is nobody's: expert parallelism sends it for tokens that live elsewhere.
+    """
+    flat = indices.flatten()
+    order = flat.argsort(stable=True)
+    sizes = flat.bincount(minlength=experts + 1).tolist()
+    tokens, shares = order // indices.shape[-1], weights.flatten()[order, None]
+    return tokens.split(sizes)[:experts], shares.split(sizes)[:experts]
 
 
 def by_segments(
-    run: RunExperts, experts: int, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, every: bool = False
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    experts: int,
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    every: bool = False,
 ) -> torch.Tensor:
-    """Sum over each token's experts of weight x expert(token): `(N, C)`, `(N, K)` -> `(N, C)`.
-
-    An index of `experts` is nobody's (expert parallelism sends it for tokens that live elsewhere) and adds nothing.
-    With `every`, experts without a token run on none.
-    """
-    if len(x) == 1 and not torch.is_grad_enabled():
-        return one_token(run, experts, x, indices[0].tolist(), weights[0])
-    flat = indices.flatten()
-    order = flat.argsort(stable=True)
-    rows = order // indices.shape[-1]
-    counts = flat.bincount(minlength=experts + 1).tolist()
-    segments = x[rows].split(counts)
-    used = [e for e in range(experts) if counts[e] or every]
+    """Sum over each token's experts of weight x expert(token): `(N, C)`, `(N, K)` -> `(N, C)`; `run` is one expert on
+    its tokens `(n, C)`. With `every`, experts without a token run on none."""
+    tokens, shares = tokens_by_expert(indices, weights, experts)
+    # A gradient is gathered once. Without one, what an expert works on is gathered when it does, and stays in cache.
+    gathered = x[torch.cat(tokens)].split([len(rows) for rows in tokens]) if torch.is_grad_enabled() else None
     result = torch.zeros_like(x)
-    if not used:
-        return result
-    kept = sum(counts[:experts])
-    out = run(used, [segments[e] for e in used]) * weights.flatten()[order[:kept], None]
-    return result.index_add_(0, rows[:kept], out.to(x.dtype))
+    for e, rows in enumerate(tokens):
+        if len(rows) or every:
+            out = run(e, x.index_select(0, rows) if gathered is None else gathered[e]) * shares[e]
+            result.index_add_(0, rows, out.to(x.dtype))
+    return result
 
 
-def one_token(run: RunExperts, experts: int, x: torch.Tensor, picks: list[int], weights: torch.Tensor) -> torch.Tensor:
-    """The same for one token `(1, C)`, where there is nothing to bring together: decoding is made of these."""
+def one_token(
+    run: Callable[[list[int], torch.Tensor], torch.Tensor],
+    experts: int,
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """The same for one token `(1, C)`; `run` is some experts on it, `(K, C)`."""
+    picks = indices[0].tolist()
     here = [k for k, e in enumerate(picks) if e < experts]
     if not here:
         return torch.zeros_like(x)
-    outputs = run([picks[k] for k in here], [x] * len(here))
-    weights = weights if len(here) == len(picks) else weights[here]
-    return (outputs * weights[:, None]).sum(0, keepdim=True).to(x.dtype)
+    if len(here) < len(picks):
+        picks, weights = [picks[k] for k in here], weights[:, here]
+    out = run(picks, x)
+    return torch.mm(weights.to(out.dtype), out).to(x.dtype)
 
 
 EXPERT_LAYOUTS: dict[str, type[nn.Module]] = {"packed": PackedExperts, "linear": LinearExperts}

@@ -1,43 +1,79 @@
-"""`nn.Linear` by the faster of torch's own kernels.
+"""`nn.Linear` by the fastest of torch's own kernels.
 
-On CPU `F.linear` goes to the BLAS that torch was built with: in fp32 on some processors half as fast as oneDNN, which
-torch carries as well, and in bf16 slow for the few rows of a decoding step, where oneDNN wants a layout of its own.
+On CPU `F.linear` is not always that. In fp32 it goes to MKL, which keeps its AVX-512 kernels to Intel's processors; on
+others oneDNN, which torch carries as well, is up to twice as fast. In bf16 it brings the whole weight into another
+layout first, which for the few rows of a decoding step takes longer than the product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .compat import ONEDNN_LINEAR, ONEDNN_PACK, free_memory, operators_are_watched
+from .compat import AMX, MKL_IS_SLOW, ONEDNN_LINEAR, ONEDNN_PACK, free_memory, operators_are_watched
 
-DTYPES = (torch.float32, torch.bfloat16)
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 # Rows up to which reading the weight is what takes the time.
 FEW_ROWS = 8
+# Elements of a weight up to which preparing oneDNN's call takes longer than the product.
+SMALL = 2**16
 
 
-def onednn_takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN can be called with nothing lost: no gradient, compiler, transform or quantised weight."""
-    return (
-        ONEDNN_LINEAR is not None
-        and not torch.is_grad_enabled()
-        and x.device.type == "cpu"
-        and x.dtype in DTYPES
-        and weight.dtype == x.dtype
-        and type(weight) in (torch.Tensor, nn.Parameter)  # others, quantised or sharded, bring functions of their own
-        and not torch.compiler.is_compiling()
-        and not operators_are_watched()
-    )
+def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As F.linear."""
+    if weight.numel() <= SMALL:
+        return F.linear(x, weight, bias)
+    return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
+
+
+def weight_first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As F.linear; of few rows, with the weight as the left factor, which oneDNN's AMX kernels read as it lies."""
+    rows = x.numel() // weight.shape[1]
+    if rows == 1:
+        row = x.reshape(-1)
+        out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+        return out.view(*x.shape[:-1], -1)
+    if bias is None and 1 < rows <= FEW_ROWS:
+        return torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
+
+
+# What is faster than F.linear on this machine's processor.
+PRODUCTS: dict[torch.dtype, Product] = {}
+if MKL_IS_SLOW and ONEDNN_LINEAR is not None:
+    PRODUCTS[torch.float32] = by_onednn
+if AMX:
+    PRODUCTS[torch.bfloat16] = weight_first
+
+
+def fastest(x: torch.Tensor, weight: torch.Tensor) -> Product:
+    """What multiplies tensors like `x` with weights like `weight`: F.linear, or what does the same faster."""
+    product = PRODUCTS.get(x.dtype)
+    return F.linear if product is None or not loses_nothing(x, weight) else product
+
+
+# Others, quantised or sharded, bring functions of their own.
+PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`: `(..., I)`, `(O, I)`, `(O,)` -> `(..., O)`."""
-    if onednn_takes(x, weight):
-        return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+    return fastest(x, weight)(x, weight, bias)
+
+
+def loses_nothing(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nobody looks for F.linear itself: no gradient, compiler, transform, or weight with its own functions."""
+    return (
+        not torch.is_grad_enabled()
+        and x.is_cpu
+        and weight.dtype == x.dtype
+        and type(weight) in PLAIN
+        and not torch.compiler.is_compiling()
+        and not operators_are_watched()
+    )
 
 
 class Linear(nn.Linear):
@@ -47,10 +83,10 @@ class Linear(nn.Linear):
     copy: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        copy = self.copy
-        if copy is not None and x.numel() <= FEW_ROWS * self.in_features and onednn_takes(x, self.weight):
+        weight, copy = self.weight, self.copy
+        if copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, weight):
             return ONEDNN_LINEAR(x, copy, self.bias, "none", [], "")
-        return linear(x, self.weight, self.bias)
+        return fastest(x, weight)(x, weight, self.bias)
 
 
 def plain(model: nn.Module) -> None:
@@ -61,15 +97,16 @@ def plain(model: nn.Module) -> None:
 
 
 def packable(module: nn.Module) -> bool:
-    if not isinstance(module, Linear) or ONEDNN_PACK is None:
+    if not isinstance(module, Linear) or ONEDNN_PACK is None or AMX:
         return False
     weight = module.weight
-    return type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+    return type(weight) is nn.Parameter and weight.dtype == torch.bfloat16 and weight.is_cpu
 
 
 @contextmanager
 def packed(model: nn.Module) -> Iterator[None]:
-    """Here the `Linear` layers of a bf16 model on CPU have a second copy, in the layout that oneDNN reads fastest.
+    """Here the `Linear` layers of a bf16 model on CPU have a second copy, in the layout that oneDNN reads fastest; with
+    AMX they need none.
 
     It makes decoding faster and needs the memory of these weights once more: where less is free, nothing is packed. The
     weights must not change inside. `generate` does it by itself for a text that gets long; a loop of one's own may ask:

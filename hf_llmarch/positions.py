@@ -106,22 +106,25 @@ class SinusoidalPositions(Positions):
 def rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (i, i + R/2), as LLaMA and GPT-NeoX lay them out."""
     cos, sin = state
-    return q * cos + _swap_halves(q) * sin, k * cos + _swap_halves(k) * sin
+    return torch.addcmul(q * cos, _swap_halves(q), sin), torch.addcmul(k * cos, _swap_halves(k), sin)
 
 
 def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (2i, 2i + 1), as in arXiv 2104.09864 and GPT-J."""
     cos, sin = state
-    return q * cos + _swap_neighbours(q) * sin, k * cos + _swap_neighbours(k) * sin
+    return torch.addcmul(q * cos, _swap_neighbours(q), sin), torch.addcmul(k * cos, _swap_neighbours(k), sin)
+
+
+# A pair (x, y) turns into (x cos - y sin, y cos + x sin): the state's sin comes with these signs.
 
 
 def _swap_halves(x: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+    return torch.cat((second, first), dim=-1)
 
 
 def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    return torch.stack((x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
 def rotate_part(q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,9 +207,13 @@ class RotaryEmbedding(Fp32Buffers):
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float32)  # (B, T, R/2)
-        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-        return cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]  # (B, 1, T, R)
+        cos, sin = self.join(cos, cos).to(x.dtype), self.join(-sin, sin).to(x.dtype)
+        return cos[:, None], sin[:, None]  # (B, 1, T, R)
+
+    def join(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """What the first and the second channel of each pair are multiplied by: `(B, T, R/2)` twice -> `(B, T, R)`."""
+        return torch.stack((first, second), -1).flatten(-2) if self.interleaved else torch.cat((first, second), -1)
 
 
 class DynamicRotaryEmbedding(RotaryEmbedding):

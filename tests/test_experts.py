@@ -14,6 +14,8 @@ from torch import nn
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from hf_llmarch import LlmArchForCausalLM
+from hf_llmarch import experts as experts_module
+from hf_llmarch.compat import EXPERTS
 from hf_llmarch.configuration_llmarch import ExpertsLayout, Overflow, RouterGroupScore, RouterScore, RouterType
 from hf_llmarch.experts import (
     EXPERT_LAYOUTS,
@@ -25,6 +27,8 @@ from hf_llmarch.experts import (
     LinearExperts,
     PackedExperts,
     SparseFeedForward,
+    always,
+    evenly_busy,
     slots,
 )
 from tiny import assert_close, differs, redraw, text, tiny_config, tiny_model
@@ -550,6 +554,104 @@ def test_implementations_and_layouts_agree(switches: dict[str, Any], width: int)
                     assert_close(joined, gradients[name][e], "gradient")
                 else:
                     assert all(getattr(half, kind).grad.abs().max() == 0 for half in linears)
+
+
+def one_by_one(packed: PackedExperts, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Token by token and expert by expert, in double precision."""
+    p = {name: parameter.detach().double() for name, parameter in packed.named_parameters()}
+    rows = []
+    for token, picks, shares in zip(x.double(), indices.tolist(), weights.double(), strict=True):
+        row = torch.zeros(48, dtype=torch.float64)
+        for e, share in zip(picks, shares, strict=True):
+            if e < packed.num_experts:
+                inner = p[packed.up_name][e] @ token
+                if packed.has_bias:
+                    inner = inner + p[f"{packed.up_name}_bias"][e]
+                inner = packed._apply_gate(inner) if packed.has_gate else packed.act_fn(inner)
+                out = p["down_proj"][e] @ inner
+                row = row + share * (out + p["down_proj_bias"][e] if packed.has_bias else out)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+PICKS: dict[str, torch.Tensor] = {
+    "spread": some_picks(),
+    "none for one expert": some_picks(none_for=3),
+    "all for one expert": torch.full((14, 1), 2),
+    "some nobody's": torch.stack((some_picks()[:, 0], 5 - torch.arange(14) % 3), 1),
+    "nobody's": torch.full((14, 2), 5),
+    "one token": some_picks()[:1],
+}
+
+
+@each_feed_forward
+@pytest.mark.parametrize("picks", PICKS)
+@pytest.mark.parametrize("method", ["segments", "batches", "token"])
+@pytest.mark.parametrize("at_once", [2, 16])
+def test_what_runs_in_place_of_the_host_s_product(
+    switches: dict[str, Any], picks: str, method: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_module, "BATCH", at_once)
+    packed, indices = layer(**switches).experts, PICKS[picks]
+    if method == "token":
+        indices = indices[:1]
+    x = tokens().flatten(0, 1)[: len(indices)]
+    weights = torch.rand(indices.shape, generator=torch.Generator().manual_seed(3))
+    for dtype, tolerance in ((torch.float32, "native"), (torch.bfloat16, "bf16")):
+        packed, x, weights = packed.to(dtype), x.to(dtype), weights.to(dtype)
+        with torch.no_grad():
+            got = getattr(packed, method)(x, indices, weights)
+        assert got.dtype == dtype
+        if picks == "nobody's":
+            assert (got == 0).all()
+        else:
+            assert_close(got, one_by_one(packed, x, indices, weights), tolerance)
+
+
+def test_experts_are_evenly_busy() -> None:
+    spread = torch.arange(8).repeat(16).view(-1, 2)  # 16 tokens for each of 8
+    assert evenly_busy(spread, 8)
+    assert evenly_busy(spread.masked_fill(spread == 3, 4), 8)  # one has none and another twice as many
+    assert not evenly_busy(spread.masked_fill(spread == 3, 8).masked_fill(spread == 4, 8), 8)  # two have none
+    assert not evenly_busy(torch.zeros(64, 2, dtype=torch.long), 8)
+    assert not evenly_busy(spread[:7], 8)  # fewer than two each
+
+
+@pytest.mark.parametrize(
+    ("dtype", "faster", "length", "expected"),
+    [
+        (torch.float32, {}, 14, "grouped_mm"),
+        (torch.float32, {torch.float32: ("segments", always)}, 14, "segments"),
+        (torch.bfloat16, {torch.bfloat16: ("batches", evenly_busy)}, 14, "batches"),
+        (torch.bfloat16, {torch.bfloat16: ("batches", lambda *_: False)}, 14, "grouped_mm"),
+        (torch.bfloat16, {}, 1, "token"),
+    ],
+)
+def test_what_is_faster_on_this_processor_is_run(
+    dtype: torch.dtype, faster: dict[torch.dtype, Any], length: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def noting(name: str, method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:
+            ran.append(name)
+            return method(*args)
+
+        return run
+
+    for name in ("segments", "batches", "token"):
+        monkeypatch.setattr(PackedExperts, name, noting(name, getattr(PackedExperts, name)))
+    monkeypatch.setitem(EXPERTS, "grouped_mm", noting("grouped_mm", EXPERTS["grouped_mm"]))
+    monkeypatch.setattr(experts_module, "FASTER", faster)
+    packed = layer(moe_intermediate_size=24).experts.to(dtype)  # rows of 48 bytes: the host's product takes them
+    packed.config._experts_implementation = "grouped_mm"
+    x, indices = tokens().flatten(0, 1)[:length].to(dtype), some_picks()[:length]
+    weights = torch.rand(indices.shape).to(dtype)
+    with torch.no_grad():
+        packed(x, indices, weights)
+    assert ran == [expected]
+    packed(x, indices, weights)  # with gradients the host's
+    assert ran[1:] == ["grouped_mm"]
 
 
 @pytest.mark.parametrize("kind", ["eager", "grouped_mm", "batched_mm", "linear"])

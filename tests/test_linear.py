@@ -1,7 +1,10 @@
-"""Products on CPU: oneDNN's where nothing is lost by it, torch's own where something would be, and packed weights."""
+"""Products on CPU: the fastest where nothing is lost by it, F.linear where something would be, and packed weights."""
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,17 +32,23 @@ def exact(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return product if module.bias is None else product + module.bias.double()
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The weights that oneDNN's product was called with."""
+def counted(product: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that a product is called with, from now on that of every processor."""
     seen: list[torch.Tensor] = []
 
-    def counted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         seen.append(weight)
-        return compat.ONEDNN_LINEAR(x, weight, *rest)
+        return product(x, weight, bias)
 
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", counted)
+    monkeypatch.setattr(linear, "PRODUCTS", dict.fromkeys(DTYPES, run))
     return seen
+
+
+@pytest.fixture(params=[pytest.param("by_onednn", marks=needs_onednn), "weight_first"])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that each of our products is called with."""
+    monkeypatch.setattr(linear, "SMALL", 0)
+    return counted(getattr(linear, request.param), monkeypatch)
 
 
 @needs_onednn
@@ -48,10 +57,9 @@ def test_the_private_operators_are_there() -> None:
     assert compat.ONEDNN_PACK is not None
 
 
-@needs_onednn
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(40,), (1, 40), (3, 40), (2, 5, 40), (0, 40)])
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (3, 40), (2, 5, 40), (1, 1, 40), (0, 40)])
 def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], calls: list[torch.Tensor]) -> None:
     module, x = layer(dtype, bias), torch.randn(shape).to(dtype)
     with torch.no_grad():
@@ -59,12 +67,63 @@ def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], cal
         strided = module(x.flip(-1).mT.contiguous().mT) if x.dim() > 1 else None
     assert len(calls) == 1 + (strided is not None)
     assert got.dtype == dtype
+    assert got.is_contiguous()
     if x.numel():
         assert_close(got, exact(module, x), DTYPES[dtype])
         if strided is not None:
             assert_close(strided, exact(module, x.flip(-1)), DTYPES[dtype])
     else:
         assert got.shape == (0, 24)
+
+
+@needs_onednn
+def test_a_small_weight_is_not_worth_onednn_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ran.append(weight.numel())
+        return compat.ONEDNN_LINEAR(x, weight, *rest)
+
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", noted)
+    x = torch.randn(3, 256)
+    for rows in (256, 257):
+        weight = torch.randn(rows, 256)
+        assert_close(linear.by_onednn(x, weight, None), x.double() @ weight.double().T, "native")
+    assert ran == [257 * 256]
+
+
+# What the system says of a processor -> the products in place of F.linear, and the experts' methods in place of the
+# host's grouped product.
+PROCESSORS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "vendor_id : GenuineIntel\nflags : avx512f amx_bf16": (
+        {"torch.bfloat16": "weight_first"},
+        {"torch.bfloat16": "batches"},
+    ),
+    "vendor_id : GenuineIntel\nflags : avx512f": ({}, {}),
+    "vendor_id : AuthenticAMD\nflags : avx512f": (
+        {"torch.float32": "by_onednn"},
+        {"torch.float32": "segments"},
+    ),
+}
+CHOICES = """
+import json, pathlib, sys
+read = pathlib.Path.read_text
+pathlib.Path.read_text = lambda path, *args, **kwargs: (
+    sys.argv[1] if str(path) == "/proc/cpuinfo" else read(path, *args, **kwargs)
+)
+from hf_llmarch import experts, linear
+products = {str(dtype): product.__name__ for dtype, product in linear.PRODUCTS.items()}
+print(json.dumps([products, {str(dtype): method for dtype, (method, _) in experts.FASTER.items()}]))
+"""
+
+
+@needs_onednn
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems describe a processor otherwise")
+@pytest.mark.parametrize("processor", PROCESSORS, ids=["amx", "intel", "amd"])
+def test_the_choice_follows_the_processor(processor: str) -> None:
+    ran = subprocess.run([sys.executable, "-c", CHOICES, processor], capture_output=True, text=True, check=True)
+    assert json.loads(ran.stdout.splitlines()[-1]) == list(PROCESSORS[processor])
 
 
 def under_autocast(module: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -131,46 +190,60 @@ def in_onednn_layout(weights: list[torch.Tensor]) -> int:
     return sum(weight.layout == torch._mkldnn for weight in weights)
 
 
+@pytest.fixture
+def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that oneDNN is called with, on a processor without AMX."""
+    seen: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(weight)
+        return compat.ONEDNN_LINEAR(x, weight, *rest)
+
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", noted)
+    monkeypatch.setattr(linear, "AMX", False)
+    return seen
+
+
 def copies(model: nn.Module) -> list[Any]:
     return [module.copy for module in model.modules() if isinstance(module, Linear) and module.copy is not None]
 
 
 @needs_onednn
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_serve_few_rows(kind: str, calls: list[torch.Tensor]) -> None:
+def test_packed_weights_serve_few_rows(kind: str, packs: list[torch.Tensor]) -> None:
     model = tiny_model(**KINDS[kind]).to(torch.bfloat16)
     many, one = text(batch=3, length=11), text(batch=1, length=1)
     with torch.no_grad():
         expected = [model(ids).logits for ids in (many, one)]
-        assert not in_onednn_layout(calls)
+        assert not in_onednn_layout(packs)
         with packed(model):
             assert_close(model(many).logits, expected[0], "bf16")
-            calls.clear()
+            packs.clear()
             assert_close(model(one).logits, expected[1], "bf16")
             linears = 3 * (4 + (3 if kind == "dense" else 0)) + 1  # three layers, four of attention, and the head
             experts = 3 * 2 * 3 if kind == "linear experts" else 0
-            assert in_onednn_layout(calls) == linears + experts
+            assert in_onednn_layout(packs) == linears + experts
         assert not copies(model)
 
 
 @needs_onednn
-def test_generate_packs_a_text_that_gets_long(monkeypatch: pytest.MonkeyPatch, calls: list[torch.Tensor]) -> None:
+def test_generate_packs_a_text_that_gets_long(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
     model, ids = tiny_model().to(torch.bfloat16), text(batch=1, length=5)
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     model.generate(ids, max_new_tokens=generation.STEPS_UNPACKED, **settings)
-    assert not in_onednn_layout(calls)
+    assert not in_onednn_layout(packs)
     long = model.generate(ids, max_new_tokens=20, **settings)
     products = 3 * 7 + 1
-    assert in_onednn_layout(calls) == (20 - generation.STEPS_UNPACKED) * products
+    assert in_onednn_layout(packs) == (20 - generation.STEPS_UNPACKED) * products
     assert not copies(model)
-    calls.clear()
+    packs.clear()
     monkeypatch.setattr(linear, "free_memory", lambda: 0)  # no room for a copy
     assert model.generate(ids, max_new_tokens=20, **settings).equal(long)
-    assert not in_onednn_layout(calls)
+    assert not in_onednn_layout(packs)
 
 
 @needs_onednn
-def test_copies_end_with_an_error() -> None:
+def test_copies_end_with_an_error(packs: list[torch.Tensor]) -> None:
     model = tiny_model().to(torch.bfloat16)
 
     def stop() -> None:
@@ -182,8 +255,16 @@ def test_copies_end_with_an_error() -> None:
     assert not copies(model)
 
 
-def test_fp32_is_not_packed() -> None:
+def test_fp32_is_not_packed(packs: list[torch.Tensor]) -> None:
     model = tiny_model()
+    with packed(model):
+        assert not copies(model)
+
+
+@needs_onednn
+def test_nothing_is_packed_for_amx(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
+    monkeypatch.setattr(linear, "AMX", True)
+    model = tiny_model().to(torch.bfloat16)
     with packed(model):
         assert not copies(model)
 
