@@ -217,14 +217,19 @@ class Attention(ScoredAttention):
             kind, bias = layer.qk_norm_type, layer.qk_norm_bias
             self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=kind, bias=bias)
             self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=kind, bias=bias)
-        # A norm over all heads sees them side by side; -1 leaves the number of heads to the tensor, which under
-        # tensor parallelism holds a part of them.
-        self.norm_view = (-1,) if layer.qk_norm == "projection" else (-1, self.head_dim)
+        self.norms_projection = layer.qk_norm == "projection"
 
     @staticmethod
     def read_width(config: LlmArchConfig) -> int:
         """Width of what keys and values are made from."""
         return config.hidden_size
+
+    def heads(self, x: torch.Tensor, norm: Map = unchanged) -> torch.Tensor:
+        """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, of which under tensor parallelism there are some."""
+        x = self.clip(x)
+        if self.norms_projection:
+            x, norm = norm(x), unchanged
+        return norm(x.view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
 
     def forward(
         self,
@@ -238,13 +243,9 @@ class Attention(ScoredAttention):
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        lead = hidden_states.shape[:-1]
-        heads = (*lead, -1, self.head_dim)
-        q = self.clip(self.q_proj(hidden_states)).view(*lead, *self.norm_view)
-        k = self.clip(self.k_proj(hidden_states)).view(*lead, *self.norm_view)
-        v = self.clip(self.v_proj(hidden_states)).view(heads).transpose(1, 2)  # (B, G, T, D)
-        q = self.q_norm(q).view(heads).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_norm(k).view(heads).transpose(1, 2)
+        q = self.heads(self.q_proj(hidden_states), self.q_norm)  # (B, H, T, D)
+        k = self.heads(self.k_proj(hidden_states), self.k_norm)  # (B, G, T, D)
+        v = self.heads(self.v_proj(hidden_states))
         q, k = self.rotate(q, k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
@@ -252,7 +253,7 @@ class Attention(ScoredAttention):
         out, weights = attention(
             self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
         )
-        return self.o_proj(out.reshape(*lead, -1)), weights
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class CrossAttention(Attention):
@@ -278,18 +279,14 @@ class CrossAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`hidden_states (B, T, C)` read `encoder_hidden_states (B, S, C')`."""
         cache = past_key_values if cache is None else cache
-        lead = hidden_states.shape[:-1]
-        q = self.clip(self.q_proj(hidden_states)).view(*lead, *self.norm_view)
-        q = self.q_norm(q).view(*lead, -1, self.head_dim).transpose(1, 2)
+        q = self.heads(self.q_proj(hidden_states), self.q_norm)
         kept = cache.cross_attention_cache if isinstance(cache, EncoderDecoderCache) else None
         if kept is not None and cast(EncoderDecoderCache, cache).is_updated.get(self.layer_idx):
             known = cast(Any, kept.layers[self.layer_idx])
             k, v = known.keys, known.values
         else:
-            source = encoder_hidden_states.shape[:-1]
-            k = self.clip(self.k_proj(encoder_hidden_states)).view(*source, *self.norm_view)
-            k = self.k_norm(k).view(*source, -1, self.head_dim).transpose(1, 2)
-            v = self.clip(self.v_proj(encoder_hidden_states)).view(*source, -1, self.head_dim).transpose(1, 2)
+            k = self.heads(self.k_proj(encoder_hidden_states), self.k_norm)
+            v = self.heads(self.v_proj(encoder_hidden_states))
             if kept is not None:
                 k, v = kept.update(k, v, self.layer_idx)
                 cast(EncoderDecoderCache, cache).is_updated[self.layer_idx] = True
@@ -297,4 +294,4 @@ class CrossAttention(Attention):
         out, weights = attention(
             self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
         )
-        return self.o_proj(out.reshape(*lead, -1)), weights
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights

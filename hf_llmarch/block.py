@@ -52,7 +52,8 @@ class Block(GradientCheckpointingLayer):
         return NORM_SLOTS[layer.norm_placement], NORM_SLOTS[layer.norm_placement]
 
     def attend(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        return self.residual(self.attn_norm.post(self.read_self(self.attn_norm.pre(x), position_bias, **kwargs)))
+        norm = self.attn_norm
+        return self.residual(norm.post(self.read_self(norm.pre(x), position_bias, **kwargs)))
 
     def read_self(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
         # Absent rather than None: attention implementations that know no bias are not asked about one.
@@ -60,7 +61,8 @@ class Block(GradientCheckpointingLayer):
         return self.self_attn(x, **biased, **kwargs)[0]
 
     def feed(self, x: torch.Tensor, real_tokens: torch.Tensor | None) -> torch.Tensor:
-        return self.residual(self.mlp_norm.post(self.mlp(self.mlp_norm.pre(x), real_tokens)))
+        norm = self.mlp_norm
+        return self.residual(norm.post(self.mlp(norm.pre(x), real_tokens)))
 
     def forward(
         self,

@@ -83,9 +83,11 @@ class Linear(nn.Linear):
     copy: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, copy = self.weight, self.copy
-        if copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, weight):
-            return ONEDNN_LINEAR(x, copy, self.bias, "none", [], "")
+        weight = self.weight
+        if x.dtype not in PRODUCTS and self.copy is None:
+            return F.linear(x, weight, self.bias)
+        if self.copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, weight):
+            return ONEDNN_LINEAR(x, self.copy, self.bias, "none", [], "")
         return fastest(x, weight)(x, weight, self.bias)
 
 

@@ -425,20 +425,12 @@ class LlmArchModel(LlmArchPreTrainedModel):
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
         # Positional, so that reentrant gradient checkpointing carries gradients to the encoder and to a learned bias.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
+        shared = {"real_tokens": real, "position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs}
         for i, kind in enumerate(self.config.layer_types):
             placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
-            x = self.layers[i // self.runs_in_a_row](
-                x,
-                placed.pop("position_bias", None),
-                *source,
-                real_tokens=real,
-                attention_mask=masks[kind],
-                position_ids=position_ids,
-                use_cache=use_cache,
-                **{CACHE: past},
-                **placed,
-                **kwargs,
-            )
+            bias = placed.pop("position_bias", None)
+            layer = self.layers[i // self.runs_in_a_row]
+            x = layer(x, bias, *source, attention_mask=masks[kind], **placed, **shared)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
@@ -484,6 +476,8 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        experts_choose = config.num_experts is not None and config.layer_configs()[0].router_type == "expert_choice"
+        self.looks_ahead, self.rope_switch_lengths = experts_choose, config.rope_switch_lengths
         if self.looks_ahead:
             logger.warning_once(
                 "router_type='expert_choice': which tokens an expert picks depends on later ones, so the loss of a "
@@ -495,10 +489,6 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
         self.logits = logits_transform(config)
         self.output_class = CausalLMOutputWithPast if config.num_experts is None else MoeCausalLMOutputWithPast
         self.post_init()
-
-    @property
-    def looks_ahead(self) -> bool:
-        return self.config.num_experts is not None and self.config.layer_configs()[0].router_type == "expert_choice"
 
     @staticmethod
     def create_masks_for_generate(
@@ -519,7 +509,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
         cached so far were turned by the others, and the whole text is read again."""
         if self.looks_ahead:
             raise ValueError("router_type='expert_choice' cannot generate: its experts pick among tokens yet to come.")
-        cache, lengths = kwargs.get(CACHE), self.config.rope_switch_lengths
+        cache, lengths = kwargs.get(CACHE), self.rope_switch_lengths
         if cache is not None and hasattr(self, "_pp_stage"):
             raise ValueError(
                 "A stage of a pipeline caches its own layers, and the host counts what the first layer has: without a "
