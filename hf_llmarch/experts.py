@@ -22,7 +22,7 @@ from .buffers import Fp32Buffers
 from .compat import AMX, EXPERTS, MKL_IS_SLOW
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
-from .linear import Linear, fastest, linear
+from .linear import VECTOR_PRODUCTS, Linear, fastest, linear
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -359,7 +359,7 @@ class PackedExperts(nn.Module):
     ) -> torch.Tensor:
         """The same for one token, where there is nothing to bring together: decoding is made of these."""
         up, up_bias, down, down_bias = (self.by_expert(name) for name in self.weight_names)
-        product = fastest(hidden_states, up)
+        product = fastest(hidden_states, up, VECTOR_PRODUCTS)
 
         def run(experts: list[int], x: torch.Tensor) -> torch.Tensor:
             inner = self.inner(torch.stack([product(x[0], up[e], up_bias[e]) for e in experts]))

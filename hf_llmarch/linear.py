@@ -29,29 +29,33 @@ def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return ONEDNN_LINEAR(x, weight, bias, "none", [], "")
 
 
+def of_vector(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As F.linear, of `(I,)`."""
+    return torch.mv(weight, x) if bias is None else torch.addmv(bias, weight, x)
+
+
 def weight_first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As F.linear; of few rows, with the weight as the left factor, which oneDNN's AMX kernels read as it lies."""
     rows = x.numel() // weight.shape[1]
     if rows == 1:
-        row = x.reshape(-1)
-        out = torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
-        return out.view(*x.shape[:-1], -1)
+        return of_vector(x.reshape(-1), weight, bias).view(*x.shape[:-1], -1)
     if bias is None and 1 < rows <= FEW_ROWS:
         return torch.mm(weight, x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
 
 
-# What is faster than F.linear on this machine's processor.
+# What is faster than F.linear on this machine's processor, and for vectors.
 PRODUCTS: dict[torch.dtype, Product] = {}
+VECTOR_PRODUCTS: dict[torch.dtype, Product] = {torch.float32: of_vector}
 if MKL_IS_SLOW and ONEDNN_LINEAR is not None:
-    PRODUCTS[torch.float32] = by_onednn
+    PRODUCTS[torch.float32] = VECTOR_PRODUCTS[torch.float32] = by_onednn
 if AMX:
-    PRODUCTS[torch.bfloat16] = weight_first
+    PRODUCTS[torch.bfloat16], VECTOR_PRODUCTS[torch.bfloat16] = weight_first, of_vector
 
 
-def fastest(x: torch.Tensor, weight: torch.Tensor) -> Product:
+def fastest(x: torch.Tensor, weight: torch.Tensor, products: dict[torch.dtype, Product]) -> Product:
     """What multiplies tensors like `x` with weights like `weight`: F.linear, or what does the same faster."""
-    product = PRODUCTS.get(x.dtype)
+    product = products.get(x.dtype)
     return F.linear if product is None or not loses_nothing(x, weight) else product
 
 
@@ -61,7 +65,7 @@ PLAIN = (nn.Parameter, torch.Tensor)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`: `(..., I)`, `(O, I)`, `(O,)` -> `(..., O)`."""
-    return fastest(x, weight)(x, weight, bias)
+    return fastest(x, weight, PRODUCTS)(x, weight, bias)
 
 
 def loses_nothing(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -88,7 +92,7 @@ class Linear(nn.Linear):
             return F.linear(x, weight, self.bias)
         if self.copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, weight):
             return ONEDNN_LINEAR(x, self.copy, self.bias, "none", [], "")
-        return fastest(x, weight)(x, weight, self.bias)
+        return fastest(x, weight, PRODUCTS)(x, weight, self.bias)
 
 
 def plain(model: nn.Module) -> None:

@@ -476,8 +476,9 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        experts_choose = config.num_experts is not None and config.layer_configs()[0].router_type == "expert_choice"
-        self.looks_ahead, self.rope_switch_lengths = experts_choose, config.rope_switch_lengths
+        first = config.layer_configs()[0]
+        self.looks_ahead = config.num_experts is not None and first.router_type == "expert_choice"
+        self.rope_switch_lengths = config.rope_switch_lengths
         if self.looks_ahead:
             logger.warning_once(
                 "router_type='expert_choice': which tokens an expert picks depends on later ones, so the loss of a "

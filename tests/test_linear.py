@@ -76,6 +76,14 @@ def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], cal
         assert got.shape == (0, 24)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_of_a_vector(dtype: torch.dtype, bias: bool) -> None:
+    module, x = layer(dtype, bias), torch.randn(40).to(dtype)
+    with torch.no_grad():
+        assert_close(linear.of_vector(x, module.weight, module.bias), exact(module, x), DTYPES[dtype])
+
+
 @needs_onednn
 def test_a_small_weight_is_not_worth_onednn_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
@@ -92,15 +100,17 @@ def test_a_small_weight_is_not_worth_onednn_s_call(monkeypatch: pytest.MonkeyPat
     assert ran == [257 * 256]
 
 
-# What the system says of a processor -> the products in place of F.linear, and the experts' methods in place of the
-# host's grouped product.
-PROCESSORS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+# What the system says of a processor -> the products in place of F.linear, those of vectors, and the experts' methods
+# in place of the host's grouped product.
+PROCESSORS: dict[str, tuple[dict[str, str], ...]] = {
     "vendor_id : GenuineIntel\nflags : avx512f amx_bf16": (
         {"torch.bfloat16": "weight_first"},
+        {"torch.float32": "of_vector", "torch.bfloat16": "of_vector"},
         {"torch.bfloat16": "batches"},
     ),
-    "vendor_id : GenuineIntel\nflags : avx512f": ({}, {}),
+    "vendor_id : GenuineIntel\nflags : avx512f": ({}, {"torch.float32": "of_vector"}, {}),
     "vendor_id : AuthenticAMD\nflags : avx512f": (
+        {"torch.float32": "by_onednn"},
         {"torch.float32": "by_onednn"},
         {"torch.float32": "segments"},
     ),
@@ -112,8 +122,9 @@ pathlib.Path.read_text = lambda path, *args, **kwargs: (
     sys.argv[1] if str(path) == "/proc/cpuinfo" else read(path, *args, **kwargs)
 )
 from hf_llmarch import experts, linear
-products = {str(dtype): product.__name__ for dtype, product in linear.PRODUCTS.items()}
-print(json.dumps([products, {str(dtype): method for dtype, (method, _) in experts.FASTER.items()}]))
+tables = [linear.PRODUCTS, linear.VECTOR_PRODUCTS]
+products = [{str(dtype): product.__name__ for dtype, product in table.items()} for table in tables]
+print(json.dumps([*products, {str(dtype): method for dtype, (method, _) in experts.FASTER.items()}]))
 """
 
 
