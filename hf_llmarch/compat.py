@@ -83,12 +83,11 @@ def _processor() -> str:
         return platform.processor()
 
 
+PROCESSOR = _processor()
 # Whether fp32 products go to an MKL that does not use what the processor can do.
-MKL_IS_SLOW = torch.backends.mkl.is_available() and any(
-    maker in _processor() for maker in ("AuthenticAMD", "HygonGenuine")
-)
+MKL_IS_SLOW = torch.backends.mkl.is_available() and ("AuthenticAMD" in PROCESSOR or "HygonGenuine" in PROCESSOR)
 # Whether oneDNN multiplies bf16 in the tiles of Intel's AMX.
-AMX = ONEDNN is not None and "amx_bf16" in _processor()
+AMX = ONEDNN is not None and "amx_bf16" in PROCESSOR
 
 
 def operators_are_watched() -> bool:

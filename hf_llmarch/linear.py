@@ -18,6 +18,8 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 # Rows up to which reading the weight is what takes the time.
 FEW_ROWS = 8
+# Weights without functions of their own, which quantised and sharded ones bring.
+PLAIN = (nn.Parameter, torch.Tensor)
 # Elements of a weight up to which preparing oneDNN's call takes longer than the product.
 SMALL = 2**16
 
@@ -57,10 +59,6 @@ def fastest(x: torch.Tensor, weight: torch.Tensor, products: dict[torch.dtype, P
     """What multiplies tensors like `x` with weights like `weight`: F.linear, or what does the same faster."""
     product = products.get(x.dtype)
     return F.linear if product is None or not loses_nothing(x, weight) else product
-
-
-# Others, quantised or sharded, bring functions of their own.
-PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

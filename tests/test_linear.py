@@ -44,6 +44,18 @@ def counted(product: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatc
     return seen
 
 
+def onednn_noted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that oneDNN's operator is called with from now on."""
+    seen: list[torch.Tensor] = []
+
+    def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(weight)
+        return compat.ONEDNN_LINEAR(x, weight, *rest)
+
+    monkeypatch.setattr(linear, "ONEDNN_LINEAR", run)
+    return seen
+
+
 @pytest.fixture(params=[pytest.param("by_onednn", marks=needs_onednn), "weight_first"])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights that each of our products is called with."""
@@ -86,18 +98,12 @@ def test_the_product_of_a_vector(dtype: torch.dtype, bias: bool) -> None:
 
 @needs_onednn
 def test_a_small_weight_is_not_worth_onednn_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-
-    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        ran.append(weight.numel())
-        return compat.ONEDNN_LINEAR(x, weight, *rest)
-
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", noted)
+    ran = onednn_noted(monkeypatch)
     x = torch.randn(3, 256)
     for rows in (256, 257):
         weight = torch.randn(rows, 256)
         assert_close(linear.by_onednn(x, weight, None), x.double() @ weight.double().T, "native")
-    assert ran == [257 * 256]
+    assert [weight.shape for weight in ran] == [(257, 256)]
 
 
 # What the system says of a processor -> the products in place of F.linear, those of vectors, and the experts' methods
@@ -204,15 +210,8 @@ def in_onednn_layout(weights: list[torch.Tensor]) -> int:
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights that oneDNN is called with, on a processor without AMX."""
-    seen: list[torch.Tensor] = []
-
-    def noted(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(weight)
-        return compat.ONEDNN_LINEAR(x, weight, *rest)
-
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", noted)
     monkeypatch.setattr(linear, "AMX", False)
-    return seen
+    return onednn_noted(monkeypatch)
 
 
 def copies(model: nn.Module) -> list[Any]:
