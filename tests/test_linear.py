@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_llmarch import compat, generation, linear
 from hf_llmarch.linear import Linear, packed
-from tests.tiny import assert_close, text, tiny_model
+from tiny import assert_close, text, tiny_model
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 DTYPES = {torch.float32: "native", torch.bfloat16: "bf16"}
