@@ -163,8 +163,8 @@ CASES: Mapping[str, tuple[Callable[[PreTrainedModel, int], Run], int, int]] = {
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed. Giving it back and asking for it anew takes a virtual machine about as long as the
-    products do, and longer in one turn than in another."""
+    """Have glibc keep what is freed. Giving it back and asking for it anew takes time, in a virtual machine more in one
+    turn than in another."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library

@@ -224,12 +224,12 @@ class Attention(ScoredAttention):
         """Width of what keys and values are made from."""
         return config.hidden_size
 
-    def heads(self, x: torch.Tensor, norm: Map = unchanged) -> torch.Tensor:
+    def heads(self, x: torch.Tensor, qk_norm: Map = unchanged) -> torch.Tensor:
         """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, of which under tensor parallelism there are some."""
         x = self.clip(x)
         if self.norms_projection:
-            x, norm = norm(x), unchanged
-        return norm(x.view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
+            x, qk_norm = qk_norm(x), unchanged
+        return qk_norm(x.view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
 
     def forward(
         self,

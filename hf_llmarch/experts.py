@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import initialization as init
 
 from .buffers import Fp32Buffers
-from .compat import AMX, EXPERTS, MKL_IS_SLOW
+from .compat import AMX, EXPERTS
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
 from .feedforward import FEED_FORWARDS, activation, gate
-from .linear import VECTOR_PRODUCTS, Linear, fastest, linear
+from .linear import PRODUCTS, VECTOR_PRODUCTS, Linear, fastest, linear
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -275,7 +275,7 @@ def evenly_busy(indices: torch.Tensor, experts: int) -> bool:
 # What is faster than the host's grouped product on this processor, without gradients and for more than one token: by
 # dtype, a method of `PackedExperts`, and whether it is for these picks of that many experts (`benchmarks/moe.py`).
 FASTER: dict[torch.dtype, tuple[str, Callable[[torch.Tensor, int], bool]]] = {}
-if MKL_IS_SLOW:
+if torch.float32 in PRODUCTS:
     FASTER[torch.float32] = ("segments", always)
 if AMX:
     FASTER[torch.bfloat16] = ("batches", evenly_busy)

@@ -85,12 +85,10 @@ class Linear(nn.Linear):
     copy: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if x.dtype not in PRODUCTS and self.copy is None:
-            return F.linear(x, weight, self.bias)
-        if self.copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, weight):
-            return ONEDNN_LINEAR(x, self.copy, self.bias, "none", [], "")
-        return fastest(x, weight, PRODUCTS)(x, weight, self.bias)
+        copy = self.copy
+        if copy is not None and x.numel() <= FEW_ROWS * self.in_features and loses_nothing(x, self.weight):
+            return ONEDNN_LINEAR(x, copy, self.bias, "none", [], "")
+        return linear(x, self.weight, self.bias)
 
 
 def plain(model: nn.Module) -> None:

@@ -425,12 +425,12 @@ class LlmArchModel(LlmArchPreTrainedModel):
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
         # Positional, so that reentrant gradient checkpointing carries gradients to the encoder and to a learned bias.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
-        shared = {"real_tokens": real, "position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs}
+        shared = {"real_tokens": real, "position_ids": position_ids, "use_cache": use_cache, CACHE: past}
         for i, kind in enumerate(self.config.layer_types):
             placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
             bias = placed.pop("position_bias", None)
             layer = self.layers[i // self.runs_in_a_row]
-            x = layer(x, bias, *source, attention_mask=masks[kind], **placed, **shared)
+            x = layer(x, bias, *source, attention_mask=masks[kind], **placed, **shared, **kwargs)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
