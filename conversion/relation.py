@@ -21,7 +21,7 @@ from .errors import ConversionError, NotExpressible, UnknownFamily, UnsupportedF
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from hf_llmarch.configuration_llmarch import LlmArchConfig
+    from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
     from .rules import Family
 
@@ -135,7 +135,7 @@ def read_config(
     Raises:
         UnsupportedField: naming every field that is off its default and that the family does not relate to ours.
     """
-    from hf_llmarch.configuration_llmarch import LlmArchConfig
+    from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
     native = native_config(family, foreign)
     refuse_unsupported(family, native, foreign)

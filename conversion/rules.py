@@ -23,7 +23,7 @@ from .relation import BASE, Entry, Values, family_of, read_config, write_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hf_llmarch.configuration_llmarch import LlmArchConfig
+    from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
 Shape = tuple[int, ...]
 Side = Literal["ours", "theirs"]
@@ -328,7 +328,7 @@ def variant_of(family: Family, config: LlmArchConfig, architecture: str) -> Valu
 def skeleton_of(config: LlmArchConfig, architecture: str) -> Skeleton:
     import torch
 
-    from hf_llmarch import modeling_llmarch
+    from hf_llmarch.model import modeling_llmarch
 
     if not hasattr(modeling_llmarch, architecture):
         raise ConversionError(f"hf_llmarch has no class {architecture!r}.")

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_llmarch.configuration_llmarch import AUTO_MAP, LlmArchConfig
+from hf_llmarch.model.configuration_llmarch import AUTO_MAP, LlmArchConfig
 
 from .checkpoint import Checkpoint, open_checkpoint
 from .convert import model_class, plan_of_ours

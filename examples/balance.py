@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.balance import LoadCounter
+from hf_llmarch.study.balance import LoadCounter
 
 SCHEMES: Mapping[str, Mapping[str, Any]] = {
     "neither": {},

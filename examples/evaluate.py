@@ -26,9 +26,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_llmarch  # noqa: F401 - registers the converted model with transformers' Auto classes
+from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert
 from hf_llmarch.conversion.checkpoint import open_checkpoint
-from hf_llmarch.demo import bundled_model
 
 TASKS = Path(__file__).with_name("tasks")
 

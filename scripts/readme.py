@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hf_llmarch.cli import EXIT_MEANING, family_rows, switch_rows
+from hf_llmarch.cli.app import EXIT_MEANING, family_rows, switch_rows
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 

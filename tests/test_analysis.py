@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_llmarch import LlmArchModel
-from hf_llmarch.analysis import receptive_field
+from hf_llmarch.study.analysis import receptive_field
 from tests.tiny import redraw, tiny_config
 
 LENGTH = 14

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM, LlmArchModel
-from hf_llmarch.compat import CACHE
+from hf_llmarch.model.compat import CACHE
 from tiny import (
     LONGROPE,
     MIXED,

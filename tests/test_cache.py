@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.compat import CACHE
+from hf_llmarch.model.compat import CACHE
 from tiny import (
     LONGROPE,
     MIXED,

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import hf_llmarch
 from hf_llmarch import LlmArchConfig, cards
-from hf_llmarch.cli import Exit, app
+from hf_llmarch.cli.app import Exit, app
 from hf_llmarch.conversion import convert, export, verify
 from hf_llmarch.conversion.checkpoint import hub_state
 from hf_llmarch.conversion.convert import Report

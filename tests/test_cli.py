@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import hf_llmarch.conversion
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.cli import EXIT_MEANING, Exit, app
+from hf_llmarch.cli.app import EXIT_MEANING, Exit, app
 from tiny import redraw
 
 WEIGHTS = "model.safetensors"

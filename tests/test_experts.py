@@ -14,10 +14,10 @@ from torch import nn
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch import experts as experts_module
-from hf_llmarch.compat import EXPERTS
-from hf_llmarch.configuration_llmarch import ExpertsLayout, Overflow, RouterGroupScore, RouterScore, RouterType
-from hf_llmarch.experts import (
+from hf_llmarch.model import experts as experts_module
+from hf_llmarch.model.compat import EXPERTS
+from hf_llmarch.model.configuration_llmarch import ExpertsLayout, Overflow, RouterGroupScore, RouterScore, RouterType
+from hf_llmarch.model.experts import (
     EXPERT_LAYOUTS,
     GROUP_SCORES,
     OVERFLOWS,

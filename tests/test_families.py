@@ -18,10 +18,10 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from family_configs import CASES, DROPOUTS, TEXT_LENGTH, TOLERANCES, VOCABULARY, redraw
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.attention import demands, honours
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.model.attention import demands, honours
 
 REAL = Path(__file__).parents[2] / "shared" / "real"
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, StaticCache
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.compat import CACHE
+from hf_llmarch.model.compat import CACHE
 from tiny import LONGROPE, MIXED, MLA, redraw, text, tiny_config
 
 pytestmark = pytest.mark.core

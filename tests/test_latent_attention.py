@@ -11,8 +11,8 @@ from transformers import DeepseekV3Config, DynamicCache, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from hf_llmarch import LlmArchForCausalLM, LlmArchModel
-from hf_llmarch.compat import CACHE
-from hf_llmarch.latent_attention import LatentAttention
+from hf_llmarch.model.compat import CACHE
+from hf_llmarch.model.latent_attention import LatentAttention
 from test_cache import CACHES, CHUNKS, decode, left_padded
 from tiny import MIXED, MLA, TEXT_LENGTH, YARN, assert_close, redraw, text, tiny_config, tiny_model
 

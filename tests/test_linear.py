@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_llmarch import compat, generation, linear
-from hf_llmarch.linear import Linear, packed
+from hf_llmarch.model import compat, generation, linear
+from hf_llmarch.model.linear import Linear, packed
 from tiny import assert_close, text, tiny_model
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -127,7 +127,7 @@ read = pathlib.Path.read_text
 pathlib.Path.read_text = lambda path, *args, **kwargs: (
     sys.argv[1] if str(path) == "/proc/cpuinfo" else read(path, *args, **kwargs)
 )
-from hf_llmarch import experts, linear
+from hf_llmarch.model import experts, linear
 tables = [linear.PRODUCTS, linear.VECTOR_PRODUCTS]
 products = [{str(dtype): product.__name__ for dtype, product in table.items()} for table in tables]
 print(json.dumps([*products, {str(dtype): method for dtype, (method, _) in experts.FASTER.items()}]))

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_llmarch.conversion import convert, export
 from hf_llmarch.conversion.errors import CheckpointError
-from hf_llmarch.modeling_llmarch import LlmArchForCausalLM
+from hf_llmarch.model.modeling_llmarch import LlmArchForCausalLM
 
 ARGS: dict[str, Any] = {"n_layer": 3, "n_head": 6, "n_embd": 48, "block_size": 32, "bias": True, "dropout": 0.0}
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_llmarch import LlmArchForConditionalGeneration, presets
+from hf_llmarch import LlmArchForConditionalGeneration
+from hf_llmarch.study import presets
 
 
 # arXiv 1706.03762, table 3: 65 and 213 million parameters (their vocabulary's exact size is not given).

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch import configuration_llmarch as configuration
+from hf_llmarch.model import configuration_llmarch as configuration
 from test_cache import decode
 from tiny import assert_close, redraw
 

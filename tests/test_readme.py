@@ -14,9 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_llmarch.cli import app
-from hf_llmarch.configuration_llmarch import LlmArchConfig
-from hf_llmarch.host import SUPPORTED
+from hf_llmarch.cli.app import app
+from hf_llmarch.model.configuration_llmarch import LlmArchConfig
+from hf_llmarch.model.host import SUPPORTED
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hf_llmarch import LlmArchForCausalLM, LlmArchModel
-from hf_llmarch.configuration_llmarch import ExpertsLayout
 from hf_llmarch.conversion.errors import ConversionError, DestinationError
-from hf_llmarch.experts import LinearExperts, PackedExperts
-from hf_llmarch.surgery import LAYOUTS, PACKED, convert_experts_layout, with_experts_layout
+from hf_llmarch.model.configuration_llmarch import ExpertsLayout
+from hf_llmarch.model.experts import LinearExperts, PackedExperts
+from hf_llmarch.surgery.experts_layout import LAYOUTS, PACKED, convert_experts_layout, with_experts_layout
 from test_experts import SPARSE
 from tiny import assert_close, redraw, text, tiny_config, tiny_model
 

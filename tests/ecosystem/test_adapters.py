@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.cli import Exit, app
+from hf_llmarch.cli.app import Exit, app
 from hf_llmarch.conversion import convert, export, families
 from hf_llmarch.conversion.errors import ConversionError
 from hf_llmarch.conversion.verify import AUTO_CLASSES

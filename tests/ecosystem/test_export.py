@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
 
-from hf_llmarch.compat import CACHE
+from hf_llmarch.model.compat import CACHE
 from tests.tiny import MIXED, MLA, MOE, TEXT_LENGTH, assert_close, differs, text, tiny_model
 
 SWITCHES: dict[str, dict[str, Any]] = {

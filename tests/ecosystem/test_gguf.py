@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_llmarch import LlmArchForCausalLM
+from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert, export
-from hf_llmarch.demo import bundled_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:llama_cpp")]
 

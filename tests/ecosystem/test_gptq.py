@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
 from transformers import AutoModelForCausalLM, GPTQConfig, PreTrainedTokenizerFast
 
-from hf_llmarch.quantisation import quantised_share
+from hf_llmarch.integrations.quantisation import quantised_share
 from tests.tiny import assert_close, differs, redraw, text, tiny_model
 
 VOCABULARY = 99

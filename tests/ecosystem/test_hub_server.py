@@ -13,9 +13,9 @@ from safetensors.torch import load, load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from hf_llmarch.compat import code_files
-from hf_llmarch.configuration_llmarch import AUTO_MAP
 from hf_llmarch.conversion import convert
+from hf_llmarch.model.compat import code_files
+from hf_llmarch.model.configuration_llmarch import AUTO_MAP
 from tests.hub_server import TOKEN, Blob, Hub, Repository, serve
 from tests.test_hub import BLOCKED, inputs, run
 from tests.test_hub import MODELS as EVERY
@@ -39,7 +39,7 @@ from typer.testing import CliRunner
 
 import hf_llmarch
 from hf_llmarch import cards
-from hf_llmarch.cli import app
+from hf_llmarch.cli.app import app
 
 transformers.utils.logging.disable_progress_bar()
 api = HfApi()
@@ -269,7 +269,7 @@ def test_code_refuses_an_unknown_host(elsewhere: dict[str, Any]) -> None:
 
 @pytest.mark.shows("Hub", "Code on the Hub gives way to the installed package", "huggingface_hub")
 def test_the_installed_package_wins(found: dict[str, Any]) -> None:
-    assert found["trusted"] == "hf_llmarch.modeling_llmarch.LlmArchForCausalLM"
+    assert found["trusted"] == "hf_llmarch.model.modeling_llmarch.LlmArchForCausalLM"
 
 
 @pytest.mark.shows(

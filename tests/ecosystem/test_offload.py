@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_llmarch.block import Block
+from hf_llmarch.model.block import Block
 from tests.tiny import HEADS, MIXED, MLA, MOE, redraw, text, tiny_config
 
 READS: dict[str, Any] = {"topology": "encoder-decoder", "decoder_start_token_id": 1, "pad_token_id": 0}

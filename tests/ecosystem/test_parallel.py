@@ -14,7 +14,7 @@ from torch import nn
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from hf_llmarch.parallel import ONE_PIECE, pipeline_plan, refuse_sizes
+from hf_llmarch.model.parallel import ONE_PIECE, pipeline_plan, refuse_sizes
 from tests.tiny import HEADS, MIXED, MLA, MOE, STACKS, TOLERANCES, assert_close, redraw, text, tiny_config, variants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ import json, sys, traceback
 from pathlib import Path
 import torch
 import hf_llmarch
-from hf_llmarch.latent_attention import LatentAttention
+from hf_llmarch.model.latent_attention import LatentAttention
 from transformers.distributed import DistributedConfig
 
 def whole(x):
@@ -316,7 +316,7 @@ def test_what_stays_in_one_piece(name: str) -> None:
 
 
 def test_capacity_under_expert_parallelism_of_old_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_llmarch.parallel.EP_DISPATCHES", False)
+    monkeypatch.setattr("hf_llmarch.model.parallel.EP_DISPATCHES", False)
     sizes = DistributedConfig(tp_size=2, ep_size=2)
     refuse_sizes(tiny_config(**EXPERTS), sizes)
     for bound in ({"capacity_factor": 1.5}, {"expert_capacity": 3}):

@@ -24,7 +24,8 @@ from peft.utils import constants
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
 
-from hf_llmarch import LlmArchForSequenceClassification, peft_defaults
+from hf_llmarch import LlmArchForSequenceClassification
+from hf_llmarch.integrations import peft as peft_defaults
 from tests.tiny import MIXED, MLA, MOE, assert_close, differs, redraw, text, tiny_config, tiny_model, tiny_stack
 
 READS: dict[str, Any] = {"topology": "encoder-decoder", "decoder_start_token_id": 1, "pad_token_id": 0}

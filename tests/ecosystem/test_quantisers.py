@@ -29,10 +29,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_llmarch import LlmArchForCausalLM, LlmArchForSequenceClassification
-from hf_llmarch.cli import app
+from hf_llmarch.cli.app import app
 from hf_llmarch.conversion import convert
-from hf_llmarch.modeling_llmarch import UNQUANTISED
-from hf_llmarch.quantisation import introduce_to_hqq, plain_tensors, quantised_share
+from hf_llmarch.integrations.quantisation import introduce_to_hqq, plain_tensors, quantised_share
+from hf_llmarch.model.modeling_llmarch import UNQUANTISED
 from hf_llmarch.surgery import convert_experts_layout
 from tests.tiny import MLA, assert_close, redraw, text, tiny_stack
 

@@ -21,7 +21,7 @@ from tests.tiny import MIXED, MLA, MOE, redraw, text, tiny_config, tiny_model
 QUESTION = [{"role": "user", "content": "w7 w21 w3 w50"}]
 NEW_TOKENS = 8
 # The host's own command, in a process that knows our classes.
-TRANSFORMERS = (sys.executable, "-m", "hf_llmarch.transformers_cli")
+TRANSFORMERS = (sys.executable, "-m", "hf_llmarch.integrations.transformers_cli")
 CONTINUOUS = ("--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64")
 
 

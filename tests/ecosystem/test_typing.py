@@ -16,8 +16,9 @@ RIGHT = """\
 from pathlib import Path
 from typing import Literal, assert_type
 
-from hf_llmarch import LlmArchConfig, LlmArchForCausalLM, presets
-from hf_llmarch.analysis import LayerReach, receptive_field
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.study import presets
+from hf_llmarch.study.analysis import LayerReach, receptive_field
 from hf_llmarch.cards import write
 from hf_llmarch.conversion import convert, export, plan, verify
 from hf_llmarch.conversion.convert import Report
@@ -81,7 +82,7 @@ def test_a_users_script_is_checked(tmp_path: Path) -> None:
 @pytest.mark.shows("Study", "An editor shows what a config field does, on hover and in completion", "jedi")
 def test_fields_have_their_text_in_an_editor() -> None:
     """Of some fields: that each has one is test_config's."""
-    lines = ["from hf_llmarch.configuration_llmarch import LlmArchConfig", "config: LlmArchConfig"]
+    lines = ["from hf_llmarch.model.configuration_llmarch import LlmArchConfig", "config: LlmArchConfig"]
     some = ("hidden_size", "norm_placement", "router_aux_loss_scope", "eos_token_id")
     script = jedi.Script("\n".join([*lines, *(f"config.{name}" for name in some)]))
     for row, name in enumerate(some, start=len(lines) + 1):

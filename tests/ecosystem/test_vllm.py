@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 
 from hf_llmarch import LlmArchForCausalLM
+from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert
-from hf_llmarch.demo import bundled_model
 from tests.ecosystem.servers import ask, serving
 from tests.tiny import LOCAL_AND_GLOBAL, MIXED, MLA, MOE, YARN, text, tiny_model
 

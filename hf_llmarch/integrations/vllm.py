@@ -3,7 +3,7 @@
 The entry point `vllm.general_plugins` in pyproject.toml has vLLM call `register` in each of its processes.
 """
 
-from .modeling_llmarch import LlmArchForCausalLM
+from hf_llmarch.model.modeling_llmarch import LlmArchForCausalLM
 
 # vLLM's own class, which runs a model of transformers with vLLM's attention and cache in place of the host's.
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from .configuration_llmarch import LlmArchConfig
+from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
 # Vaswani et al. 2017, arXiv 1706.03762: section 3, table 3 for the sizes; 37000 shared byte-pair tokens (section 5.1).
 TRANSFORMER: dict[str, Any] = {

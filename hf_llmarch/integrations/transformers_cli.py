@@ -1,5 +1,7 @@
-"""`python -m hf_llmarch.transformers_cli serve FOLDER`: the commands of `transformers`, in a process that knows our
-models. The host's own `transformers serve` looks for no plug-ins, and asks its own module for a model's class."""
+"""`python -m hf_llmarch.integrations.transformers_cli serve FOLDER`: the commands of `transformers`, with our models.
+
+The host's own `transformers serve` looks for no plug-ins, and asks its own module for a model's class.
+"""
 
 import transformers
 from transformers.cli.transformers import app

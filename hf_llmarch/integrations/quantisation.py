@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import hf_llmarch
-
-from .configuration_llmarch import LlmArchConfig
-from .linear import Linear
+from hf_llmarch.model.configuration_llmarch import LlmArchConfig
+from hf_llmarch.model.linear import Linear
 
 if TYPE_CHECKING:
     from hf_llmarch.conversion.checkpoint import Checkpoint

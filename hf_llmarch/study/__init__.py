@@ -1,0 +1,1 @@
+"""Study: what a config implies, measured or derived, and architectures by name."""
