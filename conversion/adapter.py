@@ -22,9 +22,11 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .checkpoint import PickleFile, SafetensorsFile, read_json, write_json
+from .destination import write_json
 from .errors import CheckpointError, NotExpressible, some
-from .rules import Plan, Shape, Side, Skeleton, Step, make_steps, skeleton_of
+from .plans import Plan, Skeleton, make_steps, skeleton_of
+from .rules import Shape, Side, Step
+from .sources.files import PickleFile, SafetensorsFile, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE = (
     "adapter_config.json",

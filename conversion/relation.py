@@ -8,15 +8,15 @@ with the model: whatever the family could not say shows up as a difference.
 from __future__ import annotations
 
 import copy
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from .errors import ConversionError, NotExpressible, UnknownFamily, UnsupportedField
+from .entries import Values
+from .errors import ConversionError, NotExpressible, UnsupportedField
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -24,55 +24,6 @@ if TYPE_CHECKING:
     from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
     from .rules import Family
-
-Values = dict[str, Any]
-
-
-class Entry(Protocol):
-    """One relation between config fields. `theirs` names the fields of theirs that it accounts for."""
-
-    @property
-    def theirs(self) -> tuple[str, ...]: ...
-    def to_ours(self, native: PreTrainedConfig) -> Values: ...
-    def to_theirs(self, config: LlmArchConfig) -> Values: ...
-
-
-class Field:
-    """A value that keeps its meaning and changes its name; several names of ours where one of theirs rules them all."""
-
-    def __init__(self, theirs: str, *ours: str) -> None:
-        self.name, self.ours = theirs, ours or (theirs,)
-        self.theirs = (theirs,)
-
-    def to_ours(self, native: PreTrainedConfig) -> Values:
-        return dict.fromkeys(self.ours, getattr(native, self.name, None))
-
-    def to_theirs(self, config: LlmArchConfig) -> Values:
-        return {self.name: getattr(config, self.ours[0])}
-
-
-class Const:
-    """What the family always does, and never says."""
-
-    theirs: tuple[str, ...] = ()
-
-    def __init__(self, ours: str, value: Any) -> None:
-        self.ours, self.value = ours, value
-
-    def to_ours(self, native: PreTrainedConfig) -> Values:
-        return {self.ours: self.value}
-
-    def to_theirs(self, config: LlmArchConfig) -> Values:
-        return {}
-
-
-@dataclass(frozen=True)
-class Derived:
-    """For the few fields that need arithmetic or depend on each other."""
-
-    theirs: tuple[str, ...]
-    to_ours: Callable[[Any], Values]
-    to_theirs: Callable[[Any], Values]
 
 
 # Fields that say how a model is stored, served, sampled from or trained, never what it computes.
@@ -84,23 +35,6 @@ INERT = {
     *("task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config"),
     *("transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict"),
 }
-
-
-def family_of(config: Mapping[str, Any], family: Family | str | None = None) -> Family:
-    """The family itself, the one of that name, or the one of the config's `model_type`."""
-    from .families import families
-
-    if family is not None and not isinstance(family, str):
-        return family
-    known, name = families(), family or config.get("model_type")
-    if name in known:
-        return known[name]
-    close = difflib.get_close_matches(str(name), known, n=1)
-    raise UnknownFamily(
-        f"No family for model_type {name!r}."
-        + (f" Did you mean {close[0]!r}?" if close else "")
-        + f" There are: {', '.join(known)}. Choose one with family=… if the architecture is the same."
-    )
 
 
 def native_config(family: Family, foreign: Mapping[str, Any]) -> PreTrainedConfig:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_llmarch  # noqa: F401 - registers the converted model with transformers' Auto classes
 from hf_llmarch.cli.demo import bundled_model
 from hf_llmarch.conversion import convert
-from hf_llmarch.conversion.checkpoint import open_checkpoint
+from hf_llmarch.conversion.sources import open_checkpoint
 
 TASKS = Path(__file__).with_name("tasks")
 

@@ -19,12 +19,12 @@ from transformers import PreTrainedTokenizerFast as FastTokenizer
 from typer.testing import CliRunner
 
 import hf_llmarch
-from hf_llmarch import LlmArchConfig, cards
+from hf_llmarch import LlmArchConfig
 from hf_llmarch.cli.app import Exit, app
-from hf_llmarch.conversion import convert, export, verify
-from hf_llmarch.conversion.checkpoint import hub_state
-from hf_llmarch.conversion.convert import Report
+from hf_llmarch.conversion import cards, convert, export, verify
+from hf_llmarch.conversion.engine import Report
 from hf_llmarch.conversion.errors import ConversionError, DestinationError
+from hf_llmarch.conversion.sources.hub import hub_state
 from hub_server import card_errors
 from tiny import BOTH, ENCODER, LONGROPE, MIXED, MOE, redraw, tiny_stack
 
@@ -330,7 +330,7 @@ def test_a_wheel_holds_the_template_and_the_types(tmp_path: Path) -> None:
     subprocess.run([*pip, "wheel", *options, str(source)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    code = "from hf_llmarch import cards; print(cards.TEMPLATE, cards.TEMPLATE.is_file())"
+    code = "from hf_llmarch.conversion import cards; print(cards.TEMPLATE, cards.TEMPLATE.is_file())"
     path = {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", code], env=path, cwd=site, capture_output=True, text=True)
     assert found.stdout.split() == [str(site / "hf_llmarch/model_cards/template.md"), "True"], found.stderr

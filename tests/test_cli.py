@@ -302,3 +302,29 @@ def test_inspect(tmp_path: Path) -> None:
     sliding, full = json.loads(result.stdout)["layers"]
     assert (sliding["kind"], sliding["direct"], sliding["reach"]) == ("sliding_attention", 4, 4)
     assert (full["kind"], full["positions"], full["direct"], full["reach"]) == ("full_attention", "none", 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("command", "forbidden"),
+    [
+        (["--help"], ("torch", "transformers", "numpy")),
+        (["convert", "--help"], ("torch", "transformers", "numpy")),
+        (["families"], ("torch", "transformers", "numpy")),
+        (["switches"], ("transformers.modeling_utils", "hf_llmarch.model.modeling_llmarch")),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_command_imports_only_what_it_needs(command: list[str], forbidden: tuple[str, ...]) -> None:
+    """Start-up time is imports: torch takes over a second, a model class three."""
+    code = f"""
+import sys
+from hf_llmarch.cli import main
+sys.argv = ["hf-llmarch", *{command!r}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in {forbidden!r} if name in sys.modules], file=sys.stderr)
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stderr.strip() == "[]"

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.conversion import checkpoint as checkpoint_module
-from hf_llmarch.conversion import convert, errors, export, load, verify
-from hf_llmarch.conversion.checkpoint import open_checkpoint, size_in_bytes
+from hf_llmarch.conversion import convert, destination, errors, export, load, verify
+from hf_llmarch.conversion.destination import size_in_bytes
+from hf_llmarch.conversion.sources import hub, open_checkpoint
 
 SHARD = 24_000  # bytes: larger than any tensor of the tiny model, smaller than two of its layers
 SIZES = {
@@ -437,7 +437,7 @@ def test_no_space_left_is_found_before_anything_is_written(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = sum(t.nbytes for t in tensors(source).values())
-    monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
+    monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
     with pytest.raises(errors.DestinationError, match=rf"needs \d+ bytes.* has {size} bytes free") as caught:
         convert(source, out, progress=False)
     assert int(str(caught.value).split(" needs ")[1].split()[0]) > size
@@ -541,7 +541,7 @@ def test_a_revision_pins_every_file(source: Path, out: Path, monkeypatch: pytest
         return str(source)
 
     (source / "generation_config.json").write_text('{"temperature": 0.25}')
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     convert("owner/name", out, revision="v1.2", progress=False)
     assert [(call["repository"], call["revision"]) for call in calls] == [("owner/name", "v1.2")]
     assert "*.bin" in calls[0]["ignore_patterns"]
@@ -562,7 +562,7 @@ def test_pickles_are_downloaded_only_when_allowed_and_needed_and_from_the_same_c
         calls.append(options)
         return str(snapshot)
 
-    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     with pytest.raises(errors.CheckpointError, match="allow_pickle"):
         convert("owner/name", out, revision="main", progress=False)
     assert len(calls) == 1

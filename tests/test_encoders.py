@@ -27,7 +27,7 @@ from hf_llmarch.conversion import convert, export, load, verify
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.families.encoders import ANSWER, MASKED_LM, MODEL, SEQUENCE, TOKEN
-from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.conversion.plans import Plan, export_plan, plan
 
 pytestmark = pytest.mark.core
 transformers.utils.logging.disable_progress_bar()

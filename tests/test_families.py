@@ -20,7 +20,7 @@ from family_configs import CASES, DROPOUTS, TEXT_LENGTH, TOLERANCES, VOCABULARY,
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
 from hf_llmarch.conversion.families import families
-from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.conversion.plans import Plan, export_plan, plan
 from hf_llmarch.model.attention import demands, honours
 
 REAL = Path(__file__).parents[2] / "shared" / "real"

@@ -226,13 +226,22 @@ print("twice")
 
 
 def import_beside(version: str, folder: Path) -> str:
-    """The last line of what `import hf_llmarch` says beside a transformers that has nothing but a version: in another
-    release, any name may be missing."""
-    (folder / "transformers").mkdir()
-    (folder / "transformers" / "__init__.py").write_text(f"__version__ = {version!r}\n")
-    finished = run("import hf_llmarch", folder, PYTHONPATH=os.pathsep.join((str(folder), str(SOURCE.parent))))
+    """The last line of what importing a class of ours says beside a transformers that has nothing but a version: in
+    another release, any name may be missing."""
+    install_empty("transformers", version, folder)
+    path = os.pathsep.join((str(folder), str(SOURCE.parent)))
+    finished = run("from hf_llmarch import LlmArchConfig", folder, PYTHONPATH=path)
     assert finished.returncode == 1
     return finished.stderr.strip().splitlines()[-1]
+
+
+def install_empty(library: str, version: str, folder: Path) -> None:
+    """A release of a library without any content, as pip would leave it."""
+    (folder / library).mkdir()
+    (folder / library / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    metadata = folder / f"{library}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {library}\nVersion: {version}\n")
 
 
 @pytest.mark.parametrize("version", ["4.57.0", "5.15.1", "6.0.0"])
@@ -259,8 +268,7 @@ def test_an_unsupported_torch_is_refused_in_one_sentence(version: str, tmp_path:
 
 
 def test_an_unsupported_peft_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "peft-0.18.1.dist-info").mkdir()
-    (tmp_path / "peft-0.18.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.18.1\n")
+    install_empty("peft", "0.18.1", tmp_path)
     finished = run("import hf_llmarch", tmp_path, PYTHONPATH=os.pathsep.join((str(tmp_path), str(SOURCE.parent))))
     message = finished.stderr.strip().splitlines()[-1]
     assert message.startswith("ImportError: hf_llmarch 0.1.0 supports peft >=0.19,<1 and found 0.18.1:")

@@ -19,11 +19,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from family_configs import CASES, EXPERTS, TEXT_LENGTH, redraw
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
-from hf_llmarch.conversion.aside import kept, to_keep, true_config
-from hf_llmarch.conversion.checkpoint import Checkpoint, open_checkpoint
 from hf_llmarch.conversion.errors import CheckpointError, NotExpressible, PlanError, UnsupportedField
-from hf_llmarch.conversion.quantised_source import dequantised
-from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.conversion.plans import Plan, export_plan, plan
+from hf_llmarch.conversion.preserved import kept, to_keep, true_config
+from hf_llmarch.conversion.sources import open_checkpoint
+from hf_llmarch.conversion.sources.base import Checkpoint
+from hf_llmarch.conversion.sources.quantised import dequantised
 from test_families import Converted, assert_equal_logits, build, model_type, text
 
 pytestmark = pytest.mark.core
@@ -621,7 +622,7 @@ class Held(Checkpoint):
     """A checkpoint in memory."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]):
-        from hf_llmarch.conversion.checkpoint import TensorInfo
+        from hf_llmarch.conversion.sources.base import TensorInfo
 
         infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
         super().__init__("held", Path("held"), config, infos)

@@ -36,10 +36,10 @@ from transformers import (
 from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
 from hf_llmarch import LlmArchConfig, LlmArchForConditionalGeneration
-from hf_llmarch.conversion.convert import convert, load
+from hf_llmarch.conversion.engine import convert, load
 from hf_llmarch.conversion.errors import CheckpointError, NotExpressible, UnsupportedField
 from hf_llmarch.conversion.families import families
-from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.conversion.plans import Plan, export_plan, plan
 from tiny import assert_close, differs, tiny_stack
 
 Config = dict[str, Any]

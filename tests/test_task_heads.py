@@ -22,9 +22,9 @@ from hf_llmarch import (
     LlmArchForTokenClassification,
     LlmArchModel,
 )
-from hf_llmarch.conversion.convert import convert, export
+from hf_llmarch.conversion.engine import convert, export
 from hf_llmarch.conversion.families import families
-from hf_llmarch.conversion.rules import Plan, export_plan, plan
+from hf_llmarch.conversion.plans import Plan, export_plan, plan
 from test_encoders import PIPELINES, WORDS, assert_alike, tiny_tokenizer
 from test_seq2seq import AT_ODDS, CASES, T5, Config, Rows, model_type, native_shapes, random_ids, trainer_of
 from test_seq2seq import redraw as redraw_native

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries import Derived, Field, Values
 from ..errors import UnsupportedField
 from ..ops import both
-from ..relation import Derived, Field, Values
 from ..rules import Drop, Family
 from .common import LAYER
 from .encoders import (

@@ -1,6 +1,6 @@
 """BART: learned positions from row 2 on, a norm after the embedding and after each branch. arXiv 1910.13461."""
 
-from ..relation import Field
+from ..entries import Field
 from ..rules import Family
 from .encoders import named
 from .stacks import (

@@ -1,7 +1,7 @@
 """BERT: an encoder with learned positions, token types and norms after each branch. arXiv 1810.04805."""
 
+from ..entries import Field
 from ..ops import both
-from ..relation import Field
 from ..rules import Drop, Family
 from .common import CAUSAL_LM
 from .encoders import (

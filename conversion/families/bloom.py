@@ -1,7 +1,7 @@
 """BLOOM: ALiBi, a norm after the embedding, queries, keys and values fused head by head. arXiv 2211.05100."""
 
+from ..entries import Const, Field
 from ..ops import both, qkv_heads
-from ..relation import Const, Field
 from ..rules import Family
 from .common import ALL_BIASES, CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field
 from ..ops import both, weight
-from ..relation import Const, Derived, Entry, Field
 from ..rules import Family, Rule
 from .common import ATTENTION, ATTENTION_BIAS, CAUSAL_LM, HEAD, HEAD_DIM, LAYER, MLP, QK_NORM, ROPE, SIZES, SPELLINGS
 

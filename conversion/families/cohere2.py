@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Derived, Values
+from ..entries import Derived, Values
 from ..rules import Family
 from .cohere import COHERE, COHERE_WEIGHTS
 from .common import CAUSAL_LM, LAYER_TYPES, SPELLINGS

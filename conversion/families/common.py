@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..errors import NotExpressible, UnsupportedField
 from ..ops import both, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Rule
 
 LAYER = "model.layers.{i}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..ops import both, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Family, Rule
 from .common import (
     ATTENTION_BIAS,

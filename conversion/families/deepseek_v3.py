@@ -3,8 +3,8 @@ ahead. arXiv 2412.19437."""
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..ops import rename
-from ..relation import Const, Derived, Field, Values
 from ..rules import Drop, Family, Rule
 from .common import CAUSAL_LM, LAYER, SPELLINGS
 from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, TRAINING, groups, groups_to_theirs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..ops import both
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import LAYER, TOKENS
 from .encoders import (

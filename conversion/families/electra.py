@@ -1,7 +1,7 @@
 """ELECTRA, both its discriminator and its generator: BERT with an embedding of its own width. arXiv 2003.10555."""
 
+from ..entries import Const, Field
 from ..ops import both
-from ..relation import Const, Field
 from ..rules import Family
 from .encoders import (
     BERT_SIZES,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..errors import UnsupportedField
 from ..ops import both, only, rename, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Rule
 from .common import ALL_BIASES, CAUSAL_LM, LAYER, LAYER_NORM_MLP, TOKENS
 from .experts import always

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..errors import UnsupportedField
 from ..ops import chain, flip, join_experts, rename, stack, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Op, Rule
 from .common import LAYER
 

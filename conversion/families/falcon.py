@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ..entries import Derived, Field, Values
 from ..errors import UnsupportedField
 from ..ops import both, only, qkv_heads
-from ..relation import Derived, Field, Values
 from ..rules import Drop, Family
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, ROPE, TOKENS
 

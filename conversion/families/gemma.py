@@ -1,6 +1,6 @@
 """Gemma 1: gains stored as gain - 1, embeddings times sqrt(d), GEGLU with the tanh GELU. arXiv 2403.08295."""
 
-from ..relation import Const, Derived, Entry, Field
+from ..entries import Const, Derived, Entry, Field
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, HEAD_DIM, LLAMA_WEIGHTS, RMS_NORM, ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
 

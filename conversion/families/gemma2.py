@@ -1,7 +1,7 @@
 """Gemma 2: Gemma with norms on both sides of a branch, soft-caps, every other layer windowed. arXiv 2408.00118."""
 
+from ..entries import Const, Derived, Entry, Field
 from ..ops import weight
-from ..relation import Const, Derived, Entry, Field
 from ..rules import Family, Rule
 from .common import ATTENTION, CAUSAL_LM, HEAD, LAYER, LAYER_TYPES, MLP, ROPE, SPELLINGS
 from .gemma import GEMMA

@@ -5,7 +5,7 @@ arXiv 2503.19786.
 
 from typing import Any
 
-from ..relation import Const, Derived, Values
+from ..entries import Const, Derived, Values
 from ..rules import Family
 from .common import CAUSAL_LM, QK_NORM, SPELLINGS
 from .gemma2 import GEMMA2, GEMMA2_WEIGHTS

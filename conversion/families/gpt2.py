@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, projections stored as [in, out] and q|k|v fused. OpenAI 2019."""
 
+from ..entries import Const, Derived, Field
 from ..ops import both, chain, qkv_rows, transpose
-from ..relation import Const, Derived, Field
 from ..rules import Family
 from .common import ALL_BIASES, CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, QKV, SUMMARY, mask_buffers
 

@@ -3,8 +3,8 @@
 from itertools import groupby
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..ops import both
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, SUMMARY, TOKENS, mask_buffers
 

@@ -1,7 +1,7 @@
 """GPT-NeoX-20B, Pythia, RedPajama-INCITE: partial RoPE, two norms that may run in parallel. arXiv 2204.06745."""
 
+from ..entries import Const, Derived, Field
 from ..ops import both, qkv_heads
-from ..relation import Const, Derived, Field
 from ..rules import Drop, Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS, mask_buffers, partial_rope
 

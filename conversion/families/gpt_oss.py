@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Values
 from ..ops import alternating_rows, both, chain, rename, transpose_experts
-from ..relation import Const, Derived, Values
 from ..rules import Family, Rule
 from .common import (
     ATTENTION,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Field
 from ..ops import both
-from ..relation import Const, Derived, Field
 from ..rules import Family
 from .common import CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, SUMMARY, mask_buffers
 

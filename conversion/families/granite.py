@@ -1,6 +1,6 @@
 """Granite 3: LLaMA with a factor on embeddings, branches, scores and logits. IBM 2024."""
 
-from ..relation import Derived, Entry, Field
+from ..entries import Derived, Entry, Field
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
 

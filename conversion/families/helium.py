@@ -1,6 +1,6 @@
 """Helium: LLaMA with interleaved RoPE and norms whose gain multiplies in fp32. Kyutai 2025."""
 
-from ..relation import Const, Field
+from ..entries import Const, Field
 from ..rules import Family
 from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
 

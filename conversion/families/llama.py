@@ -1,6 +1,6 @@
 """LLaMA 1, 2 and 3.x, Code Llama, TinyLlama, SmolLM2 and all that publish as `llama`. arXiv 2302.13971, 2407.21783."""
 
-from ..relation import Field
+from ..entries import Field
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SPELLINGS
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Const, Derived, Field
+from ..entries import Const, Derived, Field
 from ..rules import Family
 from .encoders import MODEL, named
 from .stacks import (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Derived, Values
+from ..entries import Derived, Values
 from ..rules import Family
 from .common import CAUSAL_LM
 from .encoders import MODEL, named

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Derived, Field, Values
+from ..entries import Derived, Field, Values
 from ..rules import Family
 from .encoders import named
 from .stacks import (

@@ -1,6 +1,6 @@
 """Mistral 7B and its kin: LLaMA with a window on every layer (null from v0.2 on). arXiv 2310.06825."""
 
-from ..relation import Field
+from ..entries import Field
 from ..rules import Family
 from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SPELLINGS
 

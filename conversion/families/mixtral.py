@@ -1,6 +1,6 @@
 """Mixtral 8x7B and 8x22B: Mistral with eight experts, two a token. arXiv 2401.04088."""
 
-from ..relation import Field
+from ..entries import Field
 from ..rules import Family
 from .common import ATTENTION, CAUSAL_LM, HEAD, LAYER, LLAMA_CONFIG, PRE_NORMS, ROTARY_BUFFERS, SPELLINGS
 from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ONLY_EXPERTS, ROUTER_IN_MODEL_DTYPE, experts, router, routing

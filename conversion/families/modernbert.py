@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..ops import both, halves, qkv_rows
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import ATTENTION_BIAS, LAYER, QKV, TOKENS
 from .encoders import INERT, classes, classifier_dense, head, of_task

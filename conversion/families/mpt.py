@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..errors import UnsupportedField
 from ..ops import qkv_rows, weight
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, TOKENS
 

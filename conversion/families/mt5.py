@@ -1,6 +1,6 @@
 """mT5: T5 1.1 over a hundred languages; its class never scales the output. arXiv 2010.11934."""
 
-from ..relation import Const, Derived
+from ..entries import Const, Derived
 from ..rules import Family
 from .encoders import named
 from .text_to_text import (

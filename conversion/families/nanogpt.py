@@ -1,29 +1,26 @@
 """nanoGPT: GPT-2's architecture with optional biases, plain linears, and a `ckpt.pt` of its own. A. Karpathy 2022."""
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from pathlib import Path
+from typing import Any
 
-from ..nanogpt_source import pack
+from ..entries import Const, Field
 from ..ops import both, qkv_rows
-from ..relation import Const, Field
 from ..rules import Drop, Family
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV
 
 BLOCK = "transformer.h.{i}"
 
 
-@strict
-class NanoGptConfig(PreTrainedConfig):
-    """The `model_args` of a checkpoint; transformers has no class for them."""
+def native(**values: Any) -> Any:
+    from ..sources.nanogpt import NanoGptConfig
 
-    model_type = "nanogpt"
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    block_size: int = 1024
-    bias: bool = True
-    vocab_size: int = 50304
-    dropout: float | int = 0.0
+    return NanoGptConfig(**values)
+
+
+def container(folder: Path) -> None:
+    from ..sources.nanogpt import pack
+
+    pack(folder)
 
 
 FAMILY = Family(
@@ -56,6 +53,6 @@ FAMILY = Family(
     ],
     drops=[Drop(f"{BLOCK}.attn.bias", "causal mask, a constant")],
     architectures={CAUSAL_LM: "GPT"},
-    native=NanoGptConfig,
-    container=pack,
+    native=native,
+    container=container,
 )

@@ -1,7 +1,7 @@
 """OLMo 2: norms only after each branch, and on all query and key heads together. arXiv 2501.00656."""
 
+from ..entries import Const
 from ..ops import weight
-from ..relation import Const
 from ..rules import Family
 from .common import ATTENTION, ATTENTION_BIAS, CAUSAL_LM, HEAD, LAYER, LLAMA_CONFIG, MLP, QK_NORM, SPELLINGS
 

@@ -1,6 +1,6 @@
 """OLMoE 1B-7B: 64 small experts, eight a token, and norms on all query and key heads together. arXiv 2409.02060."""
 
-from ..relation import Const, Field
+from ..entries import Const, Field
 from ..rules import Family
 from .common import (
     ATTENTION,

@@ -1,7 +1,7 @@
 """GPT-1: GPT-2's tensors with the norm after each residual sum and none at the end. OpenAI 2018."""
 
+from ..entries import Const, Derived
 from ..ops import both, chain, qkv_rows, transpose
-from ..relation import Const, Derived
 from ..rules import Family
 from .common import ALL_BIASES, CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, QKV, SUMMARY, mask_buffers
 

@@ -1,6 +1,6 @@
 """PEGASUS: sinusoids, norms before each branch. arXiv 1912.08777."""
 
-from ..relation import Field
+from ..entries import Field
 from ..rules import Family
 from .common import CAUSAL_LM
 from .encoders import MODEL, named

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Field
 from ..ops import both
-from ..relation import Const, Derived, Field
 from ..rules import Family
 from .common import ALL_BIASES, CAUSAL_LM, HEAD, HEAD_DIM, LAYER, LAYER_NORM_MLP, PARTIAL_ROPE, SIZES, SPELLINGS
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Derived, Field, Values
 from ..ops import halves, qkv_rows, weight
-from ..relation import Derived, Field, Values
 from ..rules import Family
 from .common import CAUSAL_LM, HEAD, HEAD_DIM, LAYER, PRE_NORMS, QKV, RMS_NORM, SIZES, SPELLINGS, partial_rope
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..errors import UnsupportedField
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family
 from .common import (
     ATTENTION,

@@ -1,6 +1,6 @@
 """Qwen 1.5, 2 and 2.5: biases on queries, keys and values, an optional window on the last layers. arXiv 2407.10671."""
 
-from ..relation import Const
+from ..entries import Const
 from ..rules import Family
 from .common import CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, ROTARY_BUFFERS, SLIDING_TAIL, SPELLINGS
 

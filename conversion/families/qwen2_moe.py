@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: fine-grained experts beside a gated shared one. Qwen 2024, arXiv 2407.10671."""
 
+from ..entries import Const, Derived, Field
 from ..ops import weight
-from ..relation import Const, Derived, Field
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, SLIDING_TAIL, SPELLINGS
 from .experts import LOSS_OUTPUT, QWEN_EXPERTS, experts, router, shared_experts

@@ -1,6 +1,6 @@
 """Qwen 3, dense: a norm on each query and key head, no biases. arXiv 2505.09388."""
 
-from ..relation import Const
+from ..entries import Const
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, QK_NORM, SLIDING_TAIL, SPELLINGS
 

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B and 235B-A22B: Qwen 3 with 128 fine-grained experts, none shared. arXiv 2505.09388."""
 
-from ..relation import Const, Derived
+from ..entries import Const, Derived
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, QK_NORM, SPELLINGS
 from .experts import LOSS_OUTPUT, QWEN_EXPERTS, experts, router

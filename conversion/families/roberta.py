@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Values
 from ..errors import UnsupportedField
 from ..ops import both
-from ..relation import Const, Derived, Entry, Values
 from ..rules import Drop, Family
 from .common import CAUSAL_LM
 from .encoders import (

@@ -1,7 +1,7 @@
 """RoFormer: BERT with rotary positions on neighbouring channels. arXiv 2104.09864."""
 
+from ..entries import Const, Field
 from ..ops import both
-from ..relation import Const, Field
 from ..rules import Drop, Family
 from .encoders import (
     BERT_SIZES,

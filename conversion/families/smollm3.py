@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Derived, Field, Values
+from ..entries import Derived, Field, Values
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS, windows
 

@@ -1,7 +1,7 @@
 """StableLM 2 and 3B: LLaMA with LayerNorm and a quarter of each head rotated. Stability AI 2023, arXiv 2402.17834."""
 
+from ..entries import Const, Derived, Field
 from ..ops import stack, weight
-from ..relation import Const, Derived, Field
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LLAMA_WEIGHTS, PARTIAL_ROPE, ROTARY_BUFFERS, SIZES, SPELLINGS
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..ops import both, only, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Op, Rule
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, TOKENS
 from .encoders import ANSWER, MODEL, SEQUENCE, classifier_dropout, of_task

@@ -1,7 +1,7 @@
 """StarCoder2: LayerNorm and a plain MLP in LLaMA's frame, biases, a window on every layer. arXiv 2402.19173."""
 
+from ..entries import Field
 from ..ops import both
-from ..relation import Field
 from ..rules import Family
 from .common import ATTENTION, CAUSAL_LM, HEAD, HEAD_DIM, LAYER, LAYER_NORM_MLP, PRE_NORMS, ROPE, SIZES, SPELLINGS
 

@@ -5,8 +5,8 @@ arXiv 2101.03961.
 
 from typing import Any
 
+from ..entries import Const, Derived, Field, Values
 from ..ops import both, rename, stack
-from ..relation import Const, Derived, Field, Values
 from ..rules import Family, Rule
 from .encoders import MODEL, named
 from .experts import LOSS_OUTPUT, always

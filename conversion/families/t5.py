@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..relation import Derived, Values
+from ..entries import Derived, Values
 from ..rules import Family
 from .encoders import named
 from .text_to_text import (

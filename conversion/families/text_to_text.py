@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..entries import Const, Derived, Entry, Field, Values
 from ..ops import both, only, weight
-from ..relation import Const, Derived, Entry, Field, Values
 from ..rules import Drop, Rule
 from .common import TOKENS
 from .encoders import ANSWER, MODEL, SEQUENCE, TOKEN, named, of_task, task

@@ -1,6 +1,6 @@
 """umT5: mT5 with a position bias for each layer. arXiv 2304.09151."""
 
-from ..relation import Const
+from ..entries import Const
 from ..rules import Family
 from .encoders import named
 from .t5 import SCALED_HEAD, SCALED_HEAD_ALIASES

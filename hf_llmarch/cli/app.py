@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from importlib import import_module
 from inspect import Parameter, Signature, getdoc, signature
 from pathlib import Path
 from types import NoneType
@@ -28,8 +27,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hf_llmarch.conversion.convert import Report
-    from hf_llmarch.conversion.verify import Certificate
+    from hf_llmarch.conversion.certificate import Certificate
+    from hf_llmarch.conversion.engine import Report
     from hf_llmarch.study.balance import ExpertLoad
 
 
@@ -217,15 +216,16 @@ def switch_rows() -> list[dict[str, Any]]:
 
 def family_rows() -> list[dict[str, Any]]:
     """One row a family: name (their `model_type`), covers, architectures (their class names)."""
-    home = import_module("hf_llmarch.conversion.families")
-    modules = [import_module(f"{home.__name__}.{name}") for name in home.MODULES]
+    from hf_llmarch.conversion import families
+
+    known = families()
     return [
         {
-            "name": module.FAMILY.name,
-            "covers": " ".join((module.__doc__ or "").split()),
-            "architectures": [*module.FAMILY.architectures.values(), *filter(None, [module.FAMILY.encoder])],
+            "name": name,
+            "covers": " ".join((known.module(name).__doc__ or "").split()),
+            "architectures": [*family.architectures.values(), *filter(None, [family.encoder])],
         }
-        for module in modules
+        for name, family in known.items()
     ]
 
 
@@ -284,7 +284,7 @@ def inspect(
     much of a quantised model is quantised."""
     from dataclasses import asdict
 
-    from hf_llmarch.conversion.convert import config_of
+    from hf_llmarch.conversion.engine import config_of
     from hf_llmarch.study.analysis import receptive_field
 
     config = config_of(source, revision=revision)
@@ -429,9 +429,9 @@ def card(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a README.md that you wrote.")] = False,
 ) -> Answer:
     """Write the model card, README.md: metadata, architecture, source, certificate, usage, licence. `convert` does."""
-    from hf_llmarch import cards
-    from hf_llmarch.conversion.checkpoint import read_json
-    from hf_llmarch.conversion.verify import Certificate
+    from hf_llmarch.conversion import cards
+    from hf_llmarch.conversion.certificate import Certificate
+    from hf_llmarch.conversion.sources.files import read_json
 
     proof = None if certificate is None else Certificate.from_dict(read_json(certificate))
     path = cards.write(folder, base_model=base_model, certificate=proof, overwrite=overwrite)

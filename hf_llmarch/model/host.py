@@ -4,9 +4,9 @@ This file travels with a pushed model. It is imported before any other name of t
 """
 
 import re
-
-import torch
-import transformers
+import sys
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,24 @@ def check(library: str, found: str) -> None:
         )
 
 
-check("torch", torch.__version__)
-check("transformers", transformers.__version__)
-FOUND = release(transformers.__version__)
+def installed(library: str) -> str | None:
+    """The version of a library, which need not be imported for it; None where it is not installed."""
+    loaded = getattr(sys.modules.get(library), "__version__", None)
+    if loaded is not None:
+        return str(loaded)
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def require(library: str) -> str:
+    """The version of a library that has to be there, which is checked."""
+    # A build without metadata says its version itself.
+    found = installed(library) or str(import_module(library).__version__)
+    check(library, found)
+    return found
+
+
+require("torch")
+FOUND = release(require("transformers"))

@@ -14,10 +14,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_llmarch.conversion.checkpoint import CONFIG, TensorInfo, open_checkpoint, staged, write_json, write_tensors
-from hf_llmarch.conversion.convert import SMALL_FILES
+from hf_llmarch.conversion.destination import staged, write_json, write_tensors
+from hf_llmarch.conversion.engine import SMALL_FILES
 from hf_llmarch.conversion.errors import ConversionError, some
 from hf_llmarch.conversion.rules import Shape
+from hf_llmarch.conversion.sources import open_checkpoint
+from hf_llmarch.conversion.sources.base import TensorInfo
+from hf_llmarch.conversion.sources.files import CONFIG
 from hf_llmarch.model.compat import code_files
 from hf_llmarch.model.configuration_llmarch import ExpertsLayout, LlmArchConfig
 from hf_llmarch.model.experts import EXPERT_LAYOUTS, SparseFeedForward

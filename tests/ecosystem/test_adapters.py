@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from hf_llmarch import LlmArchForCausalLM
 from hf_llmarch.cli.app import Exit, app
 from hf_llmarch.conversion import convert, export, families
+from hf_llmarch.conversion.certificate import AUTO_CLASSES
 from hf_llmarch.conversion.errors import ConversionError
-from hf_llmarch.conversion.verify import AUTO_CLASSES
 from tests import family_configs, test_encoders, test_seq2seq
 from tests.tiny import assert_close, differs, redraw, text
 

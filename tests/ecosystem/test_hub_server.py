@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hf_llmarch
-from hf_llmarch import cards
+from hf_llmarch.conversion import cards
 from hf_llmarch.cli.app import app
 
 transformers.utils.logging.disable_progress_bar()

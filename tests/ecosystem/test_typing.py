@@ -19,11 +19,11 @@ from typing import Literal, assert_type
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.study import presets
 from hf_llmarch.study.analysis import LayerReach, receptive_field
-from hf_llmarch.cards import write
+from hf_llmarch.conversion.cards import write
 from hf_llmarch.conversion import convert, export, plan, verify
-from hf_llmarch.conversion.convert import Report
-from hf_llmarch.conversion.rules import Plan
-from hf_llmarch.conversion.verify import Certificate
+from hf_llmarch.conversion.engine import Report
+from hf_llmarch.conversion.plans import Plan
+from hf_llmarch.conversion.certificate import Certificate
 
 config = LlmArchConfig(hidden_size=64, qk_norm="head", layer_types=["full_attention"] * 8, attention_scale=1)
 assert_type(config.hidden_size, int)

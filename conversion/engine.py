@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,27 +20,22 @@ from hf_llmarch.model import modeling_llmarch
 from hf_llmarch.model.compat import code_files
 from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
-from .aside import kept, to_keep, true_config
-from .checkpoint import (
-    CONFIG,
-    GENERATION_CONFIG,
-    Checkpoint,
-    TensorInfo,
-    hub_state,
-    open_checkpoint,
-    staged,
-    write_json,
-    write_tensors,
-)
-from .errors import CheckpointError, ConversionError, some
-from .rules import Plan, Side, export_plan
-from .rules import plan as make_plan
+from .destination import staged, write_json, write_tensors
+from .errors import ConversionError, some
+from .plans import Plan, model_class, plan_of_ours
+from .plans import plan as make_plan
+from .preserved import kept, to_keep, true_config
+from .reports import Report
+from .rules import Side
+from .sources import open_checkpoint
+from .sources.base import Checkpoint, TensorInfo
+from .sources.files import CONFIG, GENERATION_CONFIG
+from .sources.hub import hub_state
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from .rules import Family
-    from .verify import Certificate
 
 Source = str | os.PathLike[str]
 # True: a bar on stderr. False: silence. A function: called with bytes done and bytes in all.
@@ -49,42 +44,6 @@ Progress = bool | Callable[[int, int], None]
 GENERATION_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 # Room for config.json, code and the index beside what is counted byte by byte.
 SMALL_FILES = 2**20
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a conversion or an export did.
-
-    Attributes:
-        source, destination: where from and where to.
-        family: the foreign side's `model_type`.
-        tensors, bytes: written.
-        seconds: from the call to the finished folder, reading headers and planning included, verification not.
-        megabytes_per_second: bytes written / 1e6 / seconds.
-        peak_rss_bytes: the process's largest resident memory so far, pages of mapped source files included; None where
-            the system does not tell.
-        byte_exact: no number was changed; False after a cast to another dtype.
-        dropped: tensors of the source that were left out, and why that is safe.
-        files: names of all files in the destination.
-        certificate: of the verification, if one was asked for.
-    """
-
-    source: str
-    destination: str
-    family: str
-    tensors: int
-    bytes: int
-    seconds: float
-    megabytes_per_second: float
-    peak_rss_bytes: int | None
-    byte_exact: bool
-    dropped: dict[str, str]
-    files: tuple[str, ...]
-    certificate: Certificate | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report in JSON's own types."""
-        return {**asdict(self), "certificate": self.certificate and self.certificate.to_dict()}
 
 
 def convert(
@@ -128,7 +87,7 @@ def convert(
     Raises:
         ConversionError: one of its subclasses, saying what was wrong, where, and what to do; nothing is written then.
     """
-    from hf_llmarch import cards
+    from . import cards
 
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
@@ -165,7 +124,7 @@ def convert(
     report = replace(report, files=tuple(sorted((*report.files, card.name))))
     if not verify:
         return report
-    from .verify import verify as certify
+    from .certificate import verify as certify
 
     certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=progress is True)
     cards.write(destination, report=report, certificate=certificate)
@@ -198,7 +157,7 @@ def export(
         NotExpressible: the family cannot say what the model's config says; the message names the fields.
         ConversionError: another subclass, as for `convert`.
     """
-    from hf_llmarch import cards
+    from . import cards
 
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
@@ -299,11 +258,6 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     return GenerationConfig(**said)
 
 
-def model_class(plan: Plan) -> Any:
-    """Our class that a plan's tensors make."""
-    return getattr(modeling_llmarch, plan.architecture)
-
-
 def open_foreign(source: Source, revision: str | None, allow_pickle: bool) -> Checkpoint:
     checkpoint = open_checkpoint(source, revision=revision, allow_pickle=allow_pickle)
     if checkpoint.config.get("model_type") == LlmArchConfig.model_type:
@@ -317,28 +271,6 @@ def config_of(source: Source, *, revision: str | None = None, allow_pickle: bool
     if checkpoint.config.get("model_type") == LlmArchConfig.model_type:
         return LlmArchConfig.from_dict(checkpoint.config)
     return make_plan(checkpoint.config, checkpoint.shapes).config
-
-
-def plan_of_ours(checkpoint: Checkpoint, family: Family | str | None = None) -> Plan:
-    """The export plan of a folder of ours, proven against the tensors that it holds.
-
-    Raises:
-        ConversionError: it is no llmarch folder.
-        CheckpointError: its tensors are not those that its config.json says.
-        NotExpressible: see `export_plan`.
-    """
-    if checkpoint.config.get("model_type") != LlmArchConfig.model_type:
-        raise ConversionError(
-            f"{checkpoint.source} is no llmarch model but {checkpoint.config.get('model_type')!r}: `convert` it first."
-        )
-    plan = export_plan(LlmArchConfig.from_dict(checkpoint.config), family=family)
-    odd = [n for n in {**plan.our_shapes, **checkpoint.shapes} if checkpoint.shapes.get(n) != plan.our_shapes.get(n)]
-    if odd:
-        raise CheckpointError(
-            f"{checkpoint.path} does not hold the tensors that its config.json describes; missing, unknown "
-            f"or of another shape: {some(odd)}."
-        )
-    return plan
 
 
 def carry(

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint import SAFETENSORS, Checkpoint, SafetensorsFile, TensorInfo, open_shards, write_tensors
-from .rules import Plan
+from .destination import write_tensors
+from .plans import Plan
+from .sources.base import Checkpoint, TensorInfo
+from .sources.files import SAFETENSORS, SafetensorsFile, open_shards
 
 FOLDER = "kept_aside"
 

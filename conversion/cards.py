@@ -17,29 +17,29 @@ from functools import partial
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.repocard import metadata_load
 
-from hf_llmarch import conversion
-from hf_llmarch.conversion.aside import FOLDER
-from hf_llmarch.conversion.checkpoint import Checkpoint, open_checkpoint, read_json, write_json
-from hf_llmarch.conversion.errors import ConversionError, DestinationError
-from hf_llmarch.conversion.verify import Certificate
 from hf_llmarch.model.configuration_llmarch import AUTO_MAP, LlmArchConfig
 from hf_llmarch.model.host import SUPPORTED
 
-if TYPE_CHECKING:
-    from hf_llmarch.conversion.convert import Report
+from .destination import write_json
+from .errors import ConversionError, DestinationError
+from .preserved import FOLDER
+from .reports import Certificate, Report
+from .sources import open_checkpoint
+from .sources.base import Checkpoint
+from .sources.files import read_json
 
 README = "README.md"
 CERTIFICATE = f"{FOLDER}/certificate.json"
 MARK = "<!-- Written by hf_llmarch. Without this line the file is yours, and is never replaced. -->"
-# Beside `conversion`, in the repository as in an installed package.
-TEMPLATE = Path(conversion.__file__).parents[1] / "model_cards" / "template.md"
+# Beside this folder, in the repository as in an installed package.
+TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
 
 # What of the original's metadata is true of the same weights in another class. Its evaluation results are not among
 # them: they were not measured here, and stand in its own card.

@@ -14,8 +14,9 @@ from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_na
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from .checkpoint import GENERATION_CONFIG, Checkpoint, TensorInfo
-from .errors import CheckpointError, some
+from ..errors import CheckpointError, some
+from .base import Checkpoint, TensorInfo
+from .files import GENERATION_CONFIG
 
 ARCHITECTURE = "llama"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, TensorInfo
-from .errors import CheckpointError, some
+from ..errors import CheckpointError, some
+from .base import Checkpoint, TensorInfo
 
 Shape = tuple[int, ...]
 # What a public tensor and its scales look like, given the shape in which its code is stored.

@@ -6,16 +6,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor
+from transformers import PreTrainedConfig
 
-from .checkpoint import CONFIG, GENERATION_CONFIG, Checkpoint, FolderCheckpoint, TensorInfo, write_json
-from .errors import CheckpointError
+from ..destination import write_json
+from ..errors import CheckpointError
+from .base import Checkpoint, TensorInfo
+from .files import CONFIG, GENERATION_CONFIG
+from .folder import FolderCheckpoint
 
 FILE = "ckpt.pt"
 # What torch.compile puts before every name of a model that it wraps.
 COMPILED = "_orig_mod."
 # GPT-2's vocabulary, and what nanoGPT rounds it up to: rows that no token stands for, left as noise by training.
 TOKENS, PADDED = 50257, 50304
+
+
+@strict
+class NanoGptConfig(PreTrainedConfig):
+    """The `model_args` of a checkpoint; transformers has no class for them."""
+
+    model_type = "nanogpt"
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    block_size: int = 1024
+    bias: bool = True
+    vocab_size: int = 50304
+    dropout: float | int = 0.0
 
 
 class NanoGptCheckpoint(Checkpoint):

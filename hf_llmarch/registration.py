@@ -1,0 +1,77 @@
+"""Making transformers and PEFT know our classes, without importing either before it is needed.
+
+Each registration waits until the module with the table to be filled is imported, by the user or by another library; it
+happens at once where that module is there already.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+
+from wrapt import when_imported
+
+CONFIGURATION = "hf_llmarch.model.configuration_llmarch"
+MODELING = "hf_llmarch.model.modeling_llmarch"
+AUTO = "transformers.models.auto"
+
+
+def register() -> None:
+    """Arrange for every registration. Calling it twice does no harm."""
+    when_imported(CONFIGURATION)(_prepare_config)
+    when_imported(MODELING)(_register_models)
+    when_imported(f"{AUTO}.configuration_auto")(_announce_config)
+    when_imported(f"{AUTO}.modeling_auto")(_announce_models)
+    when_imported("peft.utils.constants")(_register_with_peft)
+
+
+def _is_being_imported(name: str) -> bool:
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
+
+
+def _announce_config(module: ModuleType) -> None:
+    # Where our module asked for the Auto classes itself, it is registered once it is complete.
+    if not _is_being_imported(CONFIGURATION):
+        _register_config(import_module(CONFIGURATION), module)
+
+
+def _announce_models(_: ModuleType) -> None:
+    if not _is_being_imported(MODELING):
+        _register_models(import_module(MODELING))
+
+
+def _prepare_config(configuration: ModuleType) -> None:
+    """Let `save_pretrained` copy the code of the config, and AutoConfig know it where AutoConfig is there already."""
+    configuration.LlmArchConfig.register_for_auto_class("AutoConfig")
+    auto = sys.modules.get(f"{AUTO}.configuration_auto")
+    if auto is not None and hasattr(auto, "AutoConfig"):
+        _register_config(configuration, auto)
+
+
+def _register_config(configuration: ModuleType, auto: ModuleType) -> None:
+    config = configuration.LlmArchConfig
+    auto.AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
+def _register_models(modeling: ModuleType) -> None:
+    """Make the Auto classes know ours, and `save_pretrained` copy our code beside the weights.
+
+    What is registered is what `auto_map` promises to people who load without this package.
+    """
+    configuration, auto = import_module(CONFIGURATION), import_module(f"{AUTO}.modeling_auto")
+    config = configuration.LlmArchConfig
+    for auto_name, reference in configuration.AUTO_MAP.items():
+        if auto_name != "AutoConfig":
+            ours = getattr(modeling, reference.split(".")[1])
+            ours.register_for_auto_class(auto_name)
+            getattr(auto, auto_name).register(config, ours, exist_ok=True)
+    # By this table Trainer knows for which heads label smoothing has to shift the labels.
+    vars(auto)["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"][config.model_type] = "LlmArchForCausalLM"
+
+
+def _register_with_peft(_: ModuleType) -> None:
+    from .integrations import peft
+
+    peft.register("llmarch")
