@@ -1,4 +1,4 @@
-"""The README says what the code does: its tables are the generated ones, its Python example and commands exist."""
+"""The README and docs/ say what the code does: tables are the generated ones, links lead somewhere, examples run."""
 
 import re
 import runpy
@@ -22,34 +22,61 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+DOCS = ROOT / "docs"
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+
+
 @pytest.fixture(scope="module")
 def generator() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "scripts" / "readme.py"))
+    return runpy.run_path(str(ROOT / "scripts" / "tables.py"))
 
 
 def test_tables_are_current(generator: dict[str, Any]) -> None:
-    assert generator["rewritten"](TEXT) == TEXT, "run: python scripts/readme.py"
+    for page in generator["TABLES"]:
+        assert generator["rewritten"](page, PAGES[page]) == PAGES[page], "run: python scripts/tables.py"
 
 
 def test_every_switch_is_listed_once() -> None:
-    section = TEXT.split("<!-- switches:begin -->")[1].split("<!-- switches:end -->")[0]
-    listed = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", PAGES["switches.md"], flags=re.MULTILINE)
     assert sorted(listed) == sorted(field.name for field in LlmArchConfig.switches())
 
 
 def test_missing_markers_are_an_error(generator: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="switches:begin"):
-        generator["rewritten"]("# no markers")
+        generator["rewritten"]("switches.md", "# no markers")
 
 
-def test_commands_of_the_readme_exist() -> None:
-    named = set(re.findall(r"^hf-llmarch (\w+)", TEXT, flags=re.MULTILINE))
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_links_lead_somewhere() -> None:
+    for page, text in {"README.md": TEXT, **{f"docs/{name}": text for name, text in PAGES.items()}}.items():
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", text):
+            if not link.startswith("http"):
+                assert ((ROOT / page).parent / link).exists(), f"{page}: {link}"
+
+
+def test_every_page_can_be_reached() -> None:
+    """From the README, by links."""
+    seen, waiting = set(), {ROOT / "README.md"}
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        links = re.findall(r"\]\(([^)#:]+\.md)", page.read_text(encoding="utf-8"))
+        waiting |= {(page.parent / link).resolve() for link in links} - seen
+    assert set(DOCS.glob("*.md")) <= seen
+
+
+def test_the_documented_commands_exist() -> None:
+    text = PAGES["commands.md"]
+    named = set(re.findall(r"^hf-llmarch (\w+)", text, flags=re.MULTILINE))
     assert named == {command.name for command in app.registered_commands}
     for name in named:
-        used = set(re.findall(rf"^hf-llmarch {name}.*$", TEXT, flags=re.MULTILINE))
+        used = set(re.findall(rf"^hf-llmarch {name}.*$", text, flags=re.MULTILINE))
         options = {option for line in used for option in re.findall(r"(--[\w-]+)", line)}
-        text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
-        assert not [option for option in options if option not in text]
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+        assert not [option for option in options if option not in shown]
 
 
 def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +100,7 @@ def test_python_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_versions_are_those_that_are_checked_and_tested() -> None:
-    table = TEXT.split("## Versions")[1].split("## ")[0]
+    table = PAGES["versions.md"]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
     by_name = {name: dict(zip(rows[0][1:], versions, strict=True)) for name, *versions in rows}
     assert by_name["supported"] == {lib: f">={oldest},<{before}" for lib, (oldest, before) in SUPPORTED.items()}

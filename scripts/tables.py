@@ -1,4 +1,4 @@
-"""Write the README's generated tables: `python scripts/readme.py`; with --check, only tell whether they are current."""
+"""Write the generated tables of docs/: `python scripts/tables.py`; with --check, only tell whether they are current."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_llmarch.cli.app import EXIT_MEANING, family_rows, switch_rows
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -35,30 +35,36 @@ def exit_codes() -> str:
     return table(("code", "meaning"), [(str(code.value), meaning) for code, meaning in EXIT_MEANING.items()])
 
 
-TABLES: dict[str, Callable[[], str]] = {"switches": switches, "families": families, "exit-codes": exit_codes}
+# The page -> the name of its table, and what makes it.
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "switches.md": ("switches", switches),
+    "families.md": ("families", families),
+    "commands.md": ("exit-codes", exit_codes),
+}
 
 
-def rewritten(text: str) -> str:
-    """The README with its tables made anew.
+def rewritten(page: str, text: str) -> str:
+    """A page's text with its table made anew.
 
     Raises:
-        ValueError: when the markers of a table are missing.
+        ValueError: the markers of the table are missing.
     """
-    for name, make in TABLES.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if not (text.count(begin) == text.count(end) == 1):
-            raise ValueError(f"README.md needs {begin} and {end} once each.")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
-    return text
+    name, make = TABLES[page]
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if not (text.count(begin) == text.count(end) == 1):
+        raise ValueError(f"docs/{page} needs {begin} and {end} once each.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
 
 
 def main() -> None:
-    old = README.read_text(encoding="utf-8")
-    new = rewritten(old)
-    if "--check" in sys.argv:
-        sys.exit("README.md: the tables are out of date. Run: python scripts/readme.py" if new != old else 0)
-    README.write_text(new, encoding="utf-8")
+    for page in TABLES:
+        old = (DOCS / page).read_text(encoding="utf-8")
+        new = rewritten(page, old)
+        if "--check" not in sys.argv:
+            (DOCS / page).write_text(new, encoding="utf-8")
+        elif new != old:
+            sys.exit(f"docs/{page}: the table is out of date. Run: python scripts/tables.py")
 
 
 if __name__ == "__main__":
