@@ -103,7 +103,9 @@ def there_and_back(native: PreTrainedModel, tmp_path: Path, config: Any) -> dict
     export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
     assert_same_bytes(tmp_path / "back/adapter", tmp_path / "adapter")
     back = PeftModel.from_pretrained(type(native).from_pretrained(tmp_path / "back"), tmp_path / "back/adapter")
-    assert torch.equal(logits(back.eval()), expected)
+    # Read from files like it: kernels may add in another order for a model that was built in memory.
+    again = PeftModel.from_pretrained(type(native).from_pretrained(tmp_path / "native"), tmp_path / "adapter")
+    assert torch.equal(logits(back.eval()), logits(again.eval()))
     written = json.loads((tmp_path / "ours/adapter/adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "ours")
     return written
