@@ -1,4 +1,4 @@
-"""Making transformers and PEFT know our classes, without importing either before it is needed.
+"""Making transformers and PEFT know our classes, and these the processor, without an import before it is needed.
 
 Each registration waits until the module with the table to be filled is imported, by the user or by another library; it
 happens at once where that module is there already.
@@ -21,6 +21,7 @@ def register() -> None:
     """Arrange for every registration. Calling it twice does no harm."""
     when_imported(CONFIGURATION)(_prepare_config)
     when_imported(MODELING)(_register_models)
+    when_imported(MODELING)(_register_products)
     when_imported(f"{AUTO}.configuration_auto")(_announce_config)
     when_imported(f"{AUTO}.modeling_auto")(_announce_models)
     when_imported("peft.utils.constants")(_register_with_peft)
@@ -69,6 +70,13 @@ def _register_models(modeling: ModuleType) -> None:
             getattr(auto, auto_name).register(config, ours, exist_ok=True)
     # By this table Trainer knows for which heads label smoothing has to shift the labels.
     vars(auto)["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"][config.model_type] = "LlmArchForCausalLM"
+
+
+def _register_products(_: ModuleType) -> None:
+    """Let our models multiply by the fastest products of this processor."""
+    from .integrations import processors
+
+    processors.register()
 
 
 def _register_with_peft(_: ModuleType) -> None:

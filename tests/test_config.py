@@ -17,11 +17,12 @@ from hf_llmarch.model import configuration_llmarch as configuration
 from hf_llmarch.model.attention import QK_NORM_SHAPES
 from hf_llmarch.model.block import ATTENTIONS, BLOCKS
 from hf_llmarch.model.configuration_llmarch import NEEDS, ROPE_SPELLINGS, RULES
-from hf_llmarch.model.experts import EXPERT_LAYOUTS, GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES
+from hf_llmarch.model.experts import EXPERT_LAYOUTS
 from hf_llmarch.model.feedforward import FEED_FORWARDS
 from hf_llmarch.model.heads import POOLINGS
 from hf_llmarch.model.norms import NORM_SLOTS, NORMS
 from hf_llmarch.model.positions import POSITIONS, ROPE_FREQUENCIES
+from hf_llmarch.model.routing import GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES
 from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, STACKS, SWITCHES, YARN, tiny_config, variants
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}

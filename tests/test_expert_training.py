@@ -18,7 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.model.experts import ROUTERS, SPARSE_FEED_FORWARDS, Router, SparseFeedForward, balance_loss, z_loss
+from hf_llmarch.model.balancing import balance_loss, z_loss
+from hf_llmarch.model.experts import SPARSE_FEED_FORWARDS, SparseFeedForward
+from hf_llmarch.model.routing import ROUTERS, Router
 from hf_llmarch.study.balance import ExpertLoad, ExpertLoadCallback, collapsed, expert_load
 from test_experts import SPARSE
 from tiny import assert_close, redraw, text, tiny_config, tiny_model

@@ -30,14 +30,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
 from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
+from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
-from .experts import Router, balance_loss, z_loss
-from .generation import PackedGenerationMixin
+from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
-from .linear import Linear, plain
+from .linear import Linear, as_torch_linear
 from .norms import norm
 from .parallel import (
     WHOLE_TEXTS,
@@ -49,6 +49,7 @@ from .parallel import (
     tensor_parallel_plan,
 )
 from .positions import PADDING, POSITIONS
+from .routing import Router
 
 logger = logging.get_logger(__name__)
 
@@ -236,7 +237,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         """As the host's; a model that is about to be quantised is made of plain `nn.Linear`."""
         super().post_init()
         if getattr(self.config, "quantization_config", None) is not None:
-            plain(self)
+            as_torch_linear(self)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
@@ -467,7 +468,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return (BaseModelOutputWithPastAndCrossAttentions if dense else MoeModelOutputWithPast)(**fields)
 
 
-class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
+class LlmArchForCausalLM(LlmArchPreTrainedModel, LlmArchGenerationMixin):
     """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
 
     topologies = frozenset({"decoder"})
@@ -592,7 +593,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
         return self.output_class(loss=loss, **results)
 
 
-class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMixin):
+class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, LlmArchGenerationMixin):
     """An encoder-decoder with a head over the vocabulary, for translation and the like."""
 
     topologies = frozenset({"encoder-decoder"})
