@@ -4,7 +4,7 @@ Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D`
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
 from .embeddings import Clamp, Map, chain, unchanged
+from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
@@ -183,17 +184,22 @@ class ScoredAttention(nn.Module):
         if self.sinks is not None:
             init.normal_(self.sinks, mean=0.0, std=std)
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, position_bias: torch.Tensor | None = None) -> dict[str, Any]:
         """What every implementation is told beside the tensors, the scale and the sinks.
 
-        It is called in each `forward` itself, by these names of the host: vLLM finds attention by reading that text.
+        Each `forward` calls the implementation itself, by transformers' names, as vLLM finds attention by reading the
+        source text of `forward`.
+
+        Args:
+            position_bias: `(1, H, T, S)`, added to the scores. Where it is None it is left out, so that implementations
+                that know no bias are not asked about one.
         """
-        return {
+        options: dict[str, Any] = {
             "dropout": self.attention_dropout if self.training else 0.0,
             "sliding_window": self.sliding_window,
             "softcap": self.softcap,
         }
+        return options if position_bias is None else {**options, "position_bias": position_bias}
 
 
 class Attention(ScoredAttention):
@@ -218,14 +224,24 @@ class Attention(ScoredAttention):
             self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=kind, bias=bias)
             self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=kind, bias=bias)
         self.norms_projection = layer.qk_norm == "projection"
+        self.adjusts_projections = layer.clip_qkv is not None or layer.qk_norm != "none"
 
     @staticmethod
     def read_width(config: LlmArchConfig) -> int:
         """Width of what keys and values are made from."""
         return config.hidden_size
 
-    def heads(self, x: torch.Tensor, qk_norm: Map = unchanged) -> torch.Tensor:
-        """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, of which under tensor parallelism there are some."""
+    def heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The projections `(B, T, H * D)`, `(B, T, G * D)` twice, as heads `(B, H, T, D)`, `(B, G, T, D)` twice."""
+        if self.adjusts_projections:
+            return self.adjusted(q, self.q_norm), self.adjusted(k, self.k_norm), self.adjusted(v)
+        shape = (*q.shape[:-1], -1, self.head_dim)  # under tensor parallelism each device has some of the heads
+        return q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+
+    def adjusted(self, x: torch.Tensor, qk_norm: Map = unchanged) -> torch.Tensor:
+        """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, clipped and normed as the config says."""
         x = self.clip(x)
         if self.norms_projection:
             x, qk_norm = qk_norm(x), unchanged
@@ -236,22 +252,22 @@ class Attention(ScoredAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_bias: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        q = self.heads(self.q_proj(hidden_states), self.q_norm)  # (B, H, T, D)
-        k = self.heads(self.k_proj(hidden_states), self.k_norm)  # (B, G, T, D)
-        v = self.heads(self.v_proj(hidden_states))
+        q, k, v = self.heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.rotate(q, k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        options = self.options(position_bias)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **options, **kwargs
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
@@ -275,23 +291,23 @@ class CrossAttention(Attention):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`hidden_states (B, T, C)` read `encoder_hidden_states (B, S, C')`."""
         cache = past_key_values if cache is None else cache
-        q = self.heads(self.q_proj(hidden_states), self.q_norm)
+        q = self.adjusted(self.q_proj(hidden_states), self.q_norm)
         kept = cache.cross_attention_cache if isinstance(cache, EncoderDecoderCache) else None
         if kept is not None and cast(EncoderDecoderCache, cache).is_updated.get(self.layer_idx):
             known = cast(Any, kept.layers[self.layer_idx])
             k, v = known.keys, known.values
         else:
-            k = self.heads(self.k_proj(encoder_hidden_states), self.k_norm)
-            v = self.heads(self.v_proj(encoder_hidden_states))
+            k = self.adjusted(self.k_proj(encoder_hidden_states), self.k_norm)
+            v = self.adjusted(self.v_proj(encoder_hidden_states))
             if kept is not None:
                 k, v = kept.update(k, v, self.layer_idx)
                 cast(EncoderDecoderCache, cache).is_updated[self.layer_idx] = True
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options(), **kwargs
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights

@@ -13,7 +13,7 @@ from transformers import initialization as init
 
 from .compat import EXPERTS
 from .configuration_llmarch import ExpertsLayout, LlmArchConfig, RouterType
-from .feedforward import FEED_FORWARDS, activation, gate
+from .feedforward import activation, dense_feed_forward, gated_activation
 from .linear import Linear, linear
 from .routing import OVERFLOWS, ROUTERS, capacity, slots
 
@@ -36,7 +36,7 @@ class PackedExperts(nn.Module):
         self.has_gate, self.has_bias = layer.ffn_type == "glu", layer.ffn_bias
         self.is_transposed, self.is_concatenated = False, True
         self.has_post_expert_norm = self._is_expert_parallel = False
-        self.act_fn, self.gate = activation(layer), gate(layer)
+        self.act_fn, self.gated = activation(layer), gated_activation(layer)
         self.up_name = "gate_up_proj" if self.has_gate else "up_proj"
         self.weight_names = (self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
         inner = self.intermediate_dim * (2 if self.has_gate else 1)
@@ -52,7 +52,7 @@ class PackedExperts(nn.Module):
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """The gated activation, `(n, 2 I)` -> `(n, I)`, by the name that transformers' implementations call."""
-        return self.gate(self.act_fn, *gate_up.chunk(2, dim=-1))
+        return self.gated(self.act_fn, *gate_up.chunk(2, dim=-1))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -132,8 +132,7 @@ class LinearExperts(nn.ModuleList):
 
     def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
         width = layer.moe_intermediate_size or layer.intermediate_size
-        feed_forward = FEED_FORWARDS[layer.ffn_type]
-        super().__init__(feed_forward(layer, width, drops=False) for _ in range(cast(int, layer.num_experts)))
+        super().__init__(dense_feed_forward(layer, width, drops=False) for _ in range(cast(int, layer.num_experts)))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -225,7 +224,7 @@ class SparseFeedForward(nn.Module):
         self.capacity, self.overflow = capacity(layer), OVERFLOWS[layer.overflow]
         self.capacity_factor = layer.capacity_factor
         width = layer.shared_width
-        self.shared_experts = FEED_FORWARDS[layer.ffn_type](layer, width) if width else None
+        self.shared_experts = dense_feed_forward(layer, width) if width else None
         self.shared_expert_gate = Linear(layer.hidden_size, 1, bias=False) if layer.shared_expert_gate else None
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:

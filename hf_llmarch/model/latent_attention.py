@@ -4,7 +4,7 @@ DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key
 `R` the head parts without and with position, `V` value head width.
 """
 
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
+from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
 from .parallel import own_rows
@@ -56,9 +57,10 @@ class LatentAttention(ScoredAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_bias: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
@@ -82,8 +84,9 @@ class LatentAttention(ScoredAttention):
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         q = torch.cat((q_nope, q_rope), dim=-1)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        options = self.options(position_bias)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **options, **kwargs
         )
         return self.o_proj(out.reshape(*lead, -1)), weights
 

@@ -37,6 +37,7 @@ from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
 from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
+from .layer_inputs import AttentionInputs
 from .linear import Linear, as_torch_linear
 from .norms import norm
 from .parallel import (
@@ -426,12 +427,12 @@ class LlmArchModel(LlmArchPreTrainedModel):
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
         # Positional, so that reentrant gradient checkpointing carries gradients to the encoder and to a learned bias.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
-        shared = {"real_tokens": real, "position_ids": position_ids, "use_cache": use_cache, CACHE: past}
+        shared = cast(AttentionInputs, {"position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs})
         for i, kind in enumerate(self.config.layer_types):
             placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
             bias = placed.pop("position_bias", None)
             layer = self.layers[i // self.runs_in_a_row]
-            x = layer(x, bias, *source, attention_mask=masks[kind], **placed, **shared, **kwargs)
+            x = layer(x, bias, *source, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:

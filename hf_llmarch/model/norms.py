@@ -6,7 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
-from .embeddings import Map, unchanged
+from .embeddings import Map, Scale, chain, dropout, unchanged
 
 
 class Norm(nn.Module):
@@ -47,7 +47,7 @@ class RMSNorm(Norm):
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
             return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        y = self.gain() * y.to(x.dtype)
+        y = (self.weight + self.offset if self.offset else self.weight) * y.to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -94,10 +94,35 @@ def norm(
 
 
 class NormSlots(nn.Module):
-    """The three places around a branch. `print(model)` shows which of them the placement fills."""
+    """What stands around a branch f of the residual stream: x becomes out(x + residual(post(f(pre(x))))).
+
+    `print(model)` shows which of the three places for a norm the placement fills; `residual` holds dropout and a scale.
+    """
 
     def __init__(self, config: LlmArchConfig, slots: set[str]):
         super().__init__()
         self.pre: Map = norm(config) if "pre" in slots else unchanged
         self.post: Map = norm(config) if "post" in slots else unchanged
         self.out: Map = norm(config) if "out" in slots else unchanged
+        scale = Scale(config.residual_scale) if config.residual_scale != 1.0 else None
+        self.residual = chain(dropout(config.hidden_dropout), scale)
+
+    def after(self, branch: torch.Tensor) -> torch.Tensor:
+        """The branch's output `(B, T, C)` as it is added to the stream."""
+        return self.residual(self.post(branch))
+
+    def join(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """The stream `(B, T, C)` behind the branch, given the stream before it and the branch's output."""
+        return self.out(x + self.after(branch))
+
+
+class PreNorm(NormSlots):
+    """Nothing stands behind the branch, as in most decoders: they are spared the calls."""
+
+    join = staticmethod(torch.add)  # type: ignore[assignment]
+
+
+def norm_slots(config: LlmArchConfig, slots: set[str]) -> NormSlots:
+    """The norms around a branch, in these slots."""
+    ends_bare = slots <= {"pre"} and not config.hidden_dropout and config.residual_scale == 1.0
+    return (PreNorm if ends_bare else NormSlots)(config, slots)

@@ -106,7 +106,8 @@ class SinusoidalPositions(Positions):
 def rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (i, i + R/2), as LLaMA and GPT-NeoX lay them out."""
     cos, sin = state
-    return torch.addcmul(q * cos, _swap_halves(q), sin), torch.addcmul(k * cos, _swap_halves(k), sin)
+    half = cos.shape[-1] // 2
+    return torch.addcmul(q * cos, q.roll(half, -1), sin), torch.addcmul(k * cos, k.roll(half, -1), sin)
 
 
 def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,11 +117,6 @@ def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[tor
 
 
 # A pair (x, y) turns into (x cos - y sin, y cos + x sin): the state's sin comes with these signs.
-
-
-def _swap_halves(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1)
 
 
 def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
