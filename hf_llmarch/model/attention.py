@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
-from .embeddings import Clamp, Map, chain, unchanged
+from .embeddings import Clamp, TensorFn, identity, in_sequence
 from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
@@ -215,9 +215,9 @@ class Attention(ScoredAttention):
         self.k_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
         self.v_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
         self.o_proj = Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
-        self.clip = chain(None if layer.clip_qkv is None else Clamp(layer.clip_qkv))
-        self.q_norm: Map = unchanged
-        self.k_norm: Map = unchanged
+        self.clip = in_sequence(None if layer.clip_qkv is None else Clamp(layer.clip_qkv))
+        self.q_norm: TensorFn = identity
+        self.k_norm: TensorFn = identity
         if layer.qk_norm != "none":
             shape = QK_NORM_SHAPES[layer.qk_norm]
             kind, bias = layer.qk_norm_type, layer.qk_norm_bias
@@ -240,11 +240,11 @@ class Attention(ScoredAttention):
         shape = (*q.shape[:-1], -1, self.head_dim)  # under tensor parallelism each device has some of the heads
         return q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
 
-    def adjusted(self, x: torch.Tensor, qk_norm: Map = unchanged) -> torch.Tensor:
+    def adjusted(self, x: torch.Tensor, qk_norm: TensorFn = identity) -> torch.Tensor:
         """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, clipped and normed as the config says."""
         x = self.clip(x)
         if self.norms_projection:
-            x, qk_norm = qk_norm(x), unchanged
+            x, qk_norm = qk_norm(x), identity
         return qk_norm(x.view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
 
     def forward(

@@ -1,4 +1,4 @@
-"""What differs between the supported releases of transformers."""
+"""What differs between the supported releases of transformers and of PEFT."""
 
 # First, before any name that another release of transformers may lack.
 from .host import FOUND, installed, release  # isort: skip
@@ -24,31 +24,37 @@ from transformers.masking_utils import (
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
-# What `prepare_inputs_for_generation` calls the cache; `forward` takes both names. PEFT reads it there, to put a prompt
-# or a prefix before the text once, and before 0.22 knows the former name alone: without one, at every token.
+# The name of the cache in what `prepare_inputs_for_generation` returns; `forward` takes both names. PEFT looks for the
+# cache there, to put a prompt or a prefix before the text in the first step only. Before 0.22 it knows only the former
+# name of the cache; not finding it, it would put the prompt before every token.
 PREPARED_CACHE = "past_key_values" if release(installed("peft") or "99") < (0, 22) else CACHE
 
 
 def prepared(inputs: dict[str, Any], first: bool = False) -> dict[str, Any]:
-    """The arguments of a step of generation, with the cache under the name that PEFT looks for.
+    """The arguments of one step of generation, with the cache under the name that PEFT looks for.
 
-    Where generation is to use none, a step that reads the whole text again must not get the cache that a prefix was in
-    at the `first`.
+    Generation without a cache (`use_cache=False`) reads the whole text at each step. If PEFT put a prefix before the
+    text, it came as a cache in the first step; the later ones must not get it once more.
+
+    Args:
+        inputs: what transformers' `prepare_inputs_for_generation` returns.
+        first: whether this is the first step.
     """
     again = not first and inputs.get("use_cache") is False
     kept = {name: value for name, value in inputs.items() if name != CACHE or not again}
     return {PREPARED_CACHE if name == CACHE else name: value for name, value in kept.items()}
 
 
-# Layer type -> transformers' mask function, the table that `generate` uses for compiled caches.
+# Layer type -> transformers' mask function, from the table that `generate` uses for compiled caches.
 MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-# The same for layers that see both sides.
+# The same for layers without a causal mask.
 BIDIRECTIONAL_MASKS = {
     "full_attention": create_bidirectional_mask,
     "sliding_attention": create_bidirectional_sliding_window_mask,
 }
 
-# Whether expert parallelism sends tokens to their experts; before, every device routed them all and ran its own.
+# Whether expert parallelism sends tokens to the devices of their experts. In older releases every device routes all
+# tokens, and runs its own experts on them.
 EP_DISPATCHES = FOUND >= (5, 19)
 
 # Experts implementation -> transformers' function.

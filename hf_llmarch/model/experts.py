@@ -90,7 +90,7 @@ class PackedExperts(nn.Module):
         def run(expert: int, x: torch.Tensor) -> torch.Tensor:
             return self.one(x, *(w[expert] for w in weights))
 
-        return by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+        return _by_segments(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
 
     def token(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -102,7 +102,7 @@ class PackedExperts(nn.Module):
             inner = self.inner(torch.stack([linear(x[0], up[e], up_bias[e]) for e in experts]))
             return torch.stack([linear(x, down[e], down_bias[e]) for e, x in zip(experts, inner, strict=True)])
 
-        return one_token(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
+        return _one_token(run, self.num_experts, hidden_states, top_k_index, top_k_weights)
 
     def one(self, x: torch.Tensor, *weights: Any) -> torch.Tensor:
         """One expert on its tokens, `(n, C)` -> `(n, C)`, with its weights in the order of `weight_names`."""
@@ -139,11 +139,11 @@ class LinearExperts(nn.ModuleList):
     ) -> torch.Tensor:
         picks = (len(self), hidden_states, top_k_index, top_k_weights)
         if len(hidden_states) == 1 and not torch.is_grad_enabled():
-            return one_token(lambda experts, x: torch.cat([self[e](x) for e in experts]), *picks)
+            return _one_token(lambda experts, x: torch.cat([self[e](x) for e in experts]), *picks)
         # In training an expert without tokens gets gradients of zeros rather than none: processes that train together
         # wait for the gradient of every parameter.
         every = self.training and torch.is_grad_enabled()
-        return by_segments(lambda expert, x: self[expert](x), *picks, every)
+        return _by_segments(lambda expert, x: self[expert](x), *picks, every)
 
 
 def tokens_by_expert(
@@ -160,7 +160,7 @@ def tokens_by_expert(
     return tokens.split(sizes)[:experts], shares.split(sizes)[:experts]
 
 
-def by_segments(
+def _by_segments(
     run: Callable[[int, torch.Tensor], torch.Tensor],
     experts: int,
     x: torch.Tensor,
@@ -190,14 +190,14 @@ def by_segments(
     return result
 
 
-def one_token(
+def _one_token(
     run: Callable[[list[int], torch.Tensor], torch.Tensor],
     experts: int,
     x: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """As `by_segments` for one token `(1, C)`; `run` is several experts on it, `(1, C)` -> `(K, C)`."""
+    """As `_by_segments` for one token `(1, C)`; `run` is several experts on it, `(1, C)` -> `(K, C)`."""
     picks = indices[0].tolist()
     here = [k for k, e in enumerate(picks) if e < experts]
     if not here:

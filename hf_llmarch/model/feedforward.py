@@ -15,7 +15,7 @@ from .linear import Linear
 
 
 class Swish(nn.Module):
-    """x * sigmoid(beta x), arXiv 1710.05941; beta a constant, or one number learned in each layer."""
+    """x * sigmoid(beta x), arXiv 1710.05941, where beta is a constant or a number learned by each layer."""
 
     def __init__(self, beta: float | Literal["learned"]):
         super().__init__()
@@ -37,7 +37,8 @@ def activation(config: LlmArchConfig) -> nn.Module:
 
 
 def named_activation(field: str, name: str) -> nn.Module:
-    """
+    """transformers' activation of that name, which is the value of the config's `field`.
+
     Raises:
         ValueError: when transformers has no activation of that name.
     """

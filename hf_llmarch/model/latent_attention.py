@@ -16,7 +16,7 @@ from .configuration_llmarch import LlmArchConfig
 from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
-from .parallel import own_rows
+from .parallel import local_weight
 
 
 class LatentAttention(ScoredAttention):
@@ -121,7 +121,11 @@ class LatentAttention(ScoredAttention):
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
-        if type(up_proj) not in (Linear, nn.Linear) or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
+        if (
+            type(up_proj) not in (Linear, nn.Linear)
+            or local_weight(up_proj.weight) is None
+            or hasattr(up_proj, "_hf_hook")
+        ):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False
@@ -140,7 +144,7 @@ class LatentAttention(ScoredAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the latents themselves: multi-query attention with keys of width r + R and values of r."""
         batch, heads, queries, _ = q_nope.shape
-        weight = cast(torch.Tensor, own_rows(self.kv_b_proj.weight))
+        weight = cast(torch.Tensor, local_weight(self.kv_b_proj.weight))
         up_k, up_v = weight.view(heads, self.nope + self.value, self.rank).split(
             (self.nope, self.value), dim=1
         )  # (H, N, r), (H, V, r)

@@ -34,7 +34,7 @@ from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import LlmArchConfig, Topology
-from .embeddings import chain, dropout, token_embedding
+from .embeddings import dropout, in_sequence, token_embedding
 from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .layer_inputs import AttentionInputs
@@ -59,7 +59,7 @@ logger = logging.get_logger(__name__)
 UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
 
 
-def layer_masks(
+def _layer_masks(
     config: LlmArchConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
@@ -86,7 +86,7 @@ def real_tokens(attention_mask: Any, length: int) -> torch.Tensor | None:
     return None
 
 
-def by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+def _by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
     """The mean of the rows' losses `(batch,)`, each weighted by the row's number of labels, `items (batch,)`.
 
     Given the labels of all micro-batches of a step, `num_items`, the sum over these does not depend on how the step is
@@ -96,7 +96,7 @@ def by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | 
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
 
 
-def two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
+def _two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
     """The outputs of an encoder and of the decoder that has read it, under transformers' names for both."""
     routed = "router_logits" in encoded or "router_logits" in decoded
     fields = {"last_hidden_state": decoded["last_hidden_state"], CACHE: decoded.get(CACHE)}
@@ -108,12 +108,12 @@ def two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
     return (Seq2SeqMoEModelOutput if routed else Seq2SeqModelOutput)(**fields)
 
 
-def labelled(labels: torch.Tensor) -> torch.Tensor:
+def _labelled(labels: torch.Tensor) -> torch.Tensor:
     """How many labels each row has, `(batch,)`."""
     return (labels != -100).sum(-1)
 
 
-def shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
+def _shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
     """Tokens `(batch, length)` moved one to the right behind the start token, with padding in place of -100.
 
     With `wrap_decoder_start` each text starts with its own last token.
@@ -291,14 +291,14 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         Args:
             outputs: of this stack, with its `last_hidden_state` and `router_logits`.
             items: `(batch,)`, the numbers that the loss is a mean over, by row; the auxiliary losses weigh rows by it.
-            num_items: see `by_share`.
+            num_items: see `_by_share`.
         """
         found = self.balance(outputs, attention_mask)
         if found is None:
             return loss, None
         balance, rows = found
         if loss is not None and self.balances:
-            loss = loss + by_share(rows, cast(torch.Tensor, items), num_items)
+            loss = loss + _by_share(rows, cast(torch.Tensor, items), num_items)
         return loss, balance.mean()
 
     def routers(self) -> list[Router]:
@@ -320,15 +320,15 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_tokens = token_embedding(config)
         self.embed_types = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.embed_positions = POSITIONS[config.position_encoding](config)
-        self.embed_norm = chain(norm(config, width) if config.embedding_norm else None)
-        self.embed_dropout = chain(dropout(config.embedding_dropout))
-        self.embed_projection = chain(Linear(width, config.hidden_size) if config.embedding_size else None)
+        self.embed_norm = in_sequence(norm(config, width) if config.embedding_norm else None)
+        self.embed_dropout = in_sequence(dropout(config.embedding_dropout))
+        self.embed_projection = in_sequence(Linear(width, config.hidden_size) if config.embedding_size else None)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
         self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
         # Only classes that this model has: accelerate raises for one that it does not find.
         self._no_split_modules = {type(layer).__name__ for layer in self.layers}
-        self.norm = chain(norm(config) if config.final_norm else None)
-        self.final_dropout = chain(dropout(config.final_dropout))
+        self.norm = in_sequence(norm(config) if config.final_norm else None)
+        self.final_dropout = in_sequence(dropout(config.final_dropout))
         self.pooler = Pooler(config) if config.pooler else None
         self.without_position = set(config.nope_layers or ())
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
@@ -399,13 +399,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
         if decoder_input_ids is None:
             if input_ids is None:
                 raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
-            decoder_input_ids = shift_right(self.config, input_ids)
+            decoder_input_ids = _shift_right(self.config, input_ids)
         encoded = self.encoder(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )
         given |= {"encoder_hidden_states": encoded.last_hidden_state, "encoder_attention_mask": attention_mask}
         outputs = self.run_layers(decoder_input_ids, decoder_attention_mask, position_ids, **given)
-        return cast(BaseModelOutput, two_stacks(encoded, outputs))
+        return cast(BaseModelOutput, _two_stacks(encoded, outputs))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -433,7 +433,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         given = cache if cache is not None else past_key_values
         past = given if given is not None or not use_cache else self.new_cache()
         # The masks are made without a cache that is new and empty, so that packed documents are told apart.
-        masks = layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
+        masks = _layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if position_ids is None:
             position_ids = self.count_positions(inputs_embeds, input_ids, given)
@@ -504,7 +504,7 @@ class LlmArchVocabularyModel(LlmArchHeadModel):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
+        self.transform = in_sequence(HeadTransform(config) if config.lm_head_transform else None)
         self.lm_head = output_head(config)
         self.logits = logits_transform(config)
 
@@ -536,7 +536,7 @@ class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
         config: LlmArchConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> dict[str, Any]:
         """The masks that `generate` hands to a compiled forward."""
-        masks = layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
+        masks = _layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
         # The padding mask goes along only where tokens are counted by it: it grows with each token, so that a compiled
         # forward would be compiled again.
         counts = config.alibi_in_bf16 or any(
@@ -651,7 +651,7 @@ class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
             "attentions": outputs.attentions,
             CACHE: outputs.get(CACHE),
         }
-        items = None if labels is None else labelled(labels[:, 1:])
+        items = None if labels is None else _labelled(labels[:, 1:])
         loss, balance = self.with_auxiliary(loss, outputs, attention_mask, items, kwargs.get("num_items_in_batch"))
         if balance is not None:
             results |= {"aux_loss": balance, "router_logits": outputs["router_logits"]}
@@ -668,8 +668,8 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """What the decoder reads in training, see `shift_right`; transformers' collators call it."""
-        return shift_right(self.config, labels)
+        """What the decoder reads in training, see `_shift_right`; transformers' collators call it."""
+        return _shift_right(self.config, labels)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in transformers, see `prepared`."""
@@ -765,7 +765,7 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
                 (encoder, encoded, attention_mask),
                 (self.model, outputs, decoder_attention_mask),
             ):
-                loss, _ = stack.with_auxiliary(loss, states, mask, labelled(labels), num_items_in_batch)
+                loss, _ = stack.with_auxiliary(loss, states, mask, _labelled(labels), num_items_in_batch)
         results: dict[str, Any] = {
             "decoder_hidden_states": outputs.hidden_states,
             "decoder_attentions": outputs.attentions,
@@ -853,7 +853,7 @@ class LlmArchTaskModel(LlmArchHeadModel):
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         """How many numbers of the loss each row has, `(batch,)`."""
-        return labelled(labels.flatten(1) if labels.dim() > 1 else labels[:, None])
+        return _labelled(labels.flatten(1) if labels.dim() > 1 else labels[:, None])
 
     def stacks(
         self, outputs: Any, attention_mask: Any, decoder_attention_mask: Any
@@ -916,7 +916,7 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         self.pool = POOLINGS[config.classifier_pooling]
         self.readable = self.ends if config.classifier_pooling == "eos" else self.real
         self.head = classifier_transform(config, config.classifier_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
@@ -978,7 +978,7 @@ class LlmArchForTokenClassification(LlmArchTaskModel):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.head = classifier_transform(config, config.token_head_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
@@ -1002,7 +1002,7 @@ class LlmArchForQuestionAnswering(LlmArchTaskModel):
         two = config.topology == "encoder-decoder"
         self.output_class = Seq2SeqQuestionAnsweringModelOutput if two else QuestionAnsweringModelOutput
         self.head = classifier_transform(config, config.token_head_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 

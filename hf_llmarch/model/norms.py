@@ -6,7 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
-from .embeddings import Map, Scale, chain, dropout, unchanged
+from .embeddings import Scale, TensorFn, dropout, identity, in_sequence
 
 
 class Norm(nn.Module):
@@ -101,11 +101,11 @@ class NormSlots(nn.Module):
 
     def __init__(self, config: LlmArchConfig, slots: set[str]):
         super().__init__()
-        self.pre: Map = norm(config) if "pre" in slots else unchanged
-        self.post: Map = norm(config) if "post" in slots else unchanged
-        self.out: Map = norm(config) if "out" in slots else unchanged
+        self.pre: TensorFn = norm(config) if "pre" in slots else identity
+        self.post: TensorFn = norm(config) if "post" in slots else identity
+        self.out: TensorFn = norm(config) if "out" in slots else identity
         scale = Scale(config.residual_scale) if config.residual_scale != 1.0 else None
-        self.residual = chain(dropout(config.hidden_dropout), scale)
+        self.residual = in_sequence(dropout(config.hidden_dropout), scale)
 
     def after(self, branch: torch.Tensor) -> torch.Tensor:
         """The branch's output `(B, T, C)` as it is added to the stream."""

@@ -242,9 +242,12 @@ def whole_gradient(x: torch.Tensor, mesh: Any) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def own_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """A projection's weight as a plain matrix, or this device's rows of one that is cut by rows; None for what is no
-    such matrix, as a quantised one. For inference: a gradient would be of one device's part."""
+def local_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """The weight of a projection, or of one that is sharded by rows this device's shard.
+
+    None for any other weight, such as a quantised one, and for a shard while gradients are computed: its gradient would
+    lack what the other devices contribute.
+    """
     if type(weight) is nn.Parameter:
         return weight
     placements: Any = getattr(weight, "placements", None)
