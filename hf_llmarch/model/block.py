@@ -10,7 +10,7 @@ from .attention import Attention, CrossAttention
 from .compat import CACHE
 from .configuration_llmarch import AttentionType, LlmArchConfig
 from .embeddings import Scale, chain, dropout
-from .experts import SPARSE_FEED_FORWARDS
+from .experts import ROUTERS, SPARSE_FEED_FORWARDS
 from .feedforward import FEED_FORWARDS
 from .latent_attention import LatentAttention
 from .norms import NORM_SLOTS, NormSlots
@@ -26,7 +26,7 @@ ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
 def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
     layer = config.layer(layer_idx)
     if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
-        return SPARSE_FEED_FORWARDS[layer.router_type](config, layer)
+        return SPARSE_FEED_FORWARDS[ROUTERS[layer.router_type].pickers](config, layer)
     return FEED_FORWARDS[layer.ffn_type](layer)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import cache, partial
 from math import ceil
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from transformers import initialization as init
 from .buffers import Fp32Buffers
 from .compat import AMX, EXPERTS
 from .configuration_llmarch import LlmArchConfig, RouterGroupScore, RouterScore, RouterType
+from .declarations import Facts, Feature
 from .feedforward import FEED_FORWARDS, activation, gate
 from .linear import PRODUCTS, VECTOR_PRODUCTS, Linear, fastest, linear
 
@@ -54,6 +55,9 @@ class Router(Fp32Buffers):
     2408.15664).
     """
 
+    facts = Facts()
+    # Who picks: each token its experts, or each expert tokens of the whole row, later ones included.
+    pickers: Literal["tokens", "experts"] = "tokens"
     e_score_correction_bias: torch.Tensor | None
 
     def __init__(self, layer: LlmArchConfig):
@@ -152,6 +156,8 @@ class SparseMixerRouter(Router):
     relative distance of the best. Its sampling and third-order gradient are for training; here gradients are the
     softmax's own."""
 
+    facts = Facts()
+
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left, weights, indices = logits.float(), [], []
         for _ in range(self.picks):
@@ -169,14 +175,17 @@ class SparseMixerRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """Experts pick tokens, arXiv 2202.09368. The pick is made over a row, by `SparseFeedForward`."""
+    """Experts pick tokens, arXiv 2202.09368. `ExpertChoiceFeedForward` makes the pick, over a whole row."""
+
+    facts = Facts(asks=(Feature.WHOLE_ROWS,))
+    pickers = "experts"
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.score(logits.float())
         return scores, scores.argsort(dim=-1, descending=True)[..., : self.picks]
 
 
-ROUTERS: dict[str, type[Router]] = {
+ROUTERS: dict[RouterType, type[Router]] = {
     "top_k": Router,
     "sparsemixer": SparseMixerRouter,
     "expert_choice": ExpertChoiceRouter,
@@ -569,10 +578,10 @@ class ExpertChoiceFeedForward(SparseFeedForward):
         return torch.zeros_like(flat).index_add_(0, token, out).view_as(x)
 
 
-SPARSE_FEED_FORWARDS: dict[RouterType, type[SparseFeedForward]] = {
-    "top_k": SparseFeedForward,
-    "sparsemixer": SparseFeedForward,
-    "expert_choice": ExpertChoiceFeedForward,
+# Keyed by a router's `pickers`.
+SPARSE_FEED_FORWARDS: dict[str, type[SparseFeedForward]] = {
+    "tokens": SparseFeedForward,
+    "experts": ExpertChoiceFeedForward,
 }
 
 

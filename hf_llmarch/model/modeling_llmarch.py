@@ -29,23 +29,24 @@ from transformers.utils import ModelOutput, can_return_tuple, logging, torch_com
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
-from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
+from .attention import CrossAttention, ScoredAttention
+from .backends import demands, honours, refuse_backend
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
-from .experts import Router, balance_loss, z_loss
+from .experts import ROUTERS, Router, balance_loss, z_loss
 from .generation import PackedGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
 from .linear import Linear, plain
 from .norms import norm
 from .parallel import (
-    WHOLE_TEXTS,
     expert_parallel_plan,
     keep_whole,
     pick_heads,
     pipeline_plan,
     refuse_sizes,
+    supports_context,
     tensor_parallel_plan,
 )
 from .positions import PADDING, POSITIONS
@@ -162,7 +163,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
                 "LlmArchForMaskedLM, and encoder-decoders LlmArchForConditionalGeneration."
             )
         refuse_backend(config, config._attn_implementation)
-        self.demands = demands(config)
+        self.demands = frozenset(demand.feature for demand in demands(config))
         super().__init__(config, *args, **kwargs)
 
     # Properties, where the host has class attributes: they depend on the config.
@@ -196,8 +197,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     @property
     def supports_context_parallel(self) -> bool:
         """Whether sequences can be cut across devices: the host then drops masks and what is added to scores."""
-        causal = self.config.topology == "decoder" and set(self.config.layer_types) == {"full_attention"}
-        return causal and not WHOLE_TEXTS.intersection(self.demands)
+        return supports_context(self.config)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
@@ -477,7 +477,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         first = config.layer_configs()[0]
-        self.looks_ahead = config.num_experts is not None and first.router_type == "expert_choice"
+        self.looks_ahead = config.num_experts is not None and ROUTERS[first.router_type].pickers == "experts"
         self.rope_switch_lengths = config.rope_switch_lengths
         if self.looks_ahead:
             logger.warning_once(

@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig, PositionEncoding
+from .declarations import Facts, Feature
 
 # What `prepare` returns: for each layer type, or layer index, the keyword arguments its layers get.
 State = dict[str | int, dict[str, Any]]
@@ -27,6 +28,8 @@ Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch
 
 class Positions(Fp32Buffers):
     """No position encoding: what there is of order comes from the causal mask."""
+
+    facts = Facts()
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
@@ -58,6 +61,8 @@ def no_rotation(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Ten
 class LearnedPositions(Positions, nn.Embedding):
     """A learned row a position; the table has `position_offset` rows before position 0."""
 
+    facts = Facts(asks=(Feature.BEFORE_LAYERS,))
+
     def __init__(self, config: LlmArchConfig):
         width = config.embedding_size or config.hidden_size
         nn.Embedding.__init__(self, config.max_position_embeddings + config.position_offset, width)
@@ -72,6 +77,8 @@ class SinusoidalPositions(Positions):
 
     With an endpoint it is 10000^(i/(C/2 - 1)), so that the slowest wave has the full 10000 (tensor2tensor).
     """
+
+    facts = Facts(asks=(Feature.BEFORE_LAYERS,))
 
     inv_freq: torch.Tensor
 
@@ -233,6 +240,8 @@ def rotary(layer: LlmArchConfig, parameters: dict[str, Any]) -> RotaryEmbedding:
 class RotaryPositions(Positions):
     """RoPE, arXiv 2104.09864, with parameters that may differ between layer types."""
 
+    facts = Facts()
+
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         by_type = config.rope_by_layer_type
@@ -300,6 +309,8 @@ class ScoreBias(Positions):
 class AlibiPositions(ScoreBias):
     """-slope * distance, arXiv 2108.12409: closer keys score higher, at a rate of each head's own."""
 
+    facts = Facts(asks=(Feature.SCORE_BIAS,))
+
     slopes: torch.Tensor
 
     def __init__(self, config: LlmArchConfig):
@@ -359,6 +370,8 @@ def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:
 
 class RelativeBias(ScoreBias):
     """T5's learned bias a head and a bucket of distances, for all layers or a layer, arXiv 1910.10683."""
+
+    facts = Facts(asks=(Feature.SCORE_BIAS,))
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
