@@ -49,7 +49,7 @@ def eager_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The host's attention signature in plain operations; honours every switch. Softmax in fp32.
+    """Attention in plain operations, with transformers' signature. It honours every feature; its softmax is in fp32.
 
     Returns:
         The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
@@ -82,7 +82,7 @@ QK_NORM_SHAPES: dict[QKNorm, Callable[[int, int], tuple[int, ...]]] = {
 
 
 class ScoredAttention(nn.Module):
-    """What every attention shares: its scale, its options and the call of the host's implementation."""
+    """What every attention shares: its scale, its options and the call of transformers' implementation."""
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
@@ -109,7 +109,8 @@ class ScoredAttention(nn.Module):
     def options(self) -> dict[str, Any]:
         """What every implementation is told beside the tensors, the scale and the sinks.
 
-        It is called in each `forward` itself, by these names of the host: vLLM finds attention by reading that text.
+        Each `forward` calls the implementation itself, by transformers' names, because vLLM finds attention by reading
+        that text.
         """
         return {
             "dropout": self.attention_dropout if self.training else 0.0,

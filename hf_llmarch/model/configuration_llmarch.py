@@ -8,7 +8,7 @@ in what a field declares of itself (`Switch`).
 Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
 """
 
-# First, before any name that another release of the host may lack.
+# This import comes first because it refuses releases of transformers that lack names imported below.
 from .host import FOUND  # isort: skip  # noqa: F401
 
 import ast
@@ -48,7 +48,8 @@ Overflow = Literal["drop", "next_best"]
 ExpertsLayout = Literal["packed", "linear"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 
-if TYPE_CHECKING:  # None until the config is built, or off the path that reads it: readers need not ask
+# These are None until the config is built, or where nothing reads them: to those who read them they are never None.
+if TYPE_CHECKING:
     FilledInt: TypeAlias = int
     FilledBool: TypeAlias = bool
     FilledList: TypeAlias = list[str]
@@ -77,7 +78,7 @@ TWO_STACKS = equals("topology", "encoder-decoder")
 CLASSIFIER_DENSE = equals("classifier_dense", True)
 EXPERTS = Condition("num_experts", lambda c: c.num_experts is not None)
 
-# A field of which the model has one value, and a field that experts alone read.
+# A field that no layer may override, and a field that only experts read.
 model_switch = partial(switch, per_layer=False)
 expert_switch = partial(switch, needs=EXPERTS)
 
@@ -130,7 +131,7 @@ class SizeSwitches:
     """Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."""
 
     source_stack: dict[str, Any] | None = model_switch(None, needs=TWO_STACKS)
-    """What the encoder of an encoder-decoder has otherwise than the decoder, field by field."""
+    """Fields in which the encoder of an encoder-decoder differs from the decoder, with their values."""
 
     share_source_embeddings: bool = model_switch(True, needs=TWO_STACKS)
     """Encoder and decoder of an encoder-decoder read one embedding."""
@@ -152,7 +153,7 @@ class AttentionSwitches:
     """Number of query heads."""
 
     num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",))
-    """Number of key and value heads. None: one a query head (1 for `mqa`)."""
+    """Number of key and value heads. None: as many as query heads (1 for `mqa`)."""
 
     head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"))
     """Width of a head. None: hidden_size / num_attention_heads."""
@@ -222,8 +223,8 @@ class AttentionSwitches:
     """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
 
     layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",))
-    """One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when `sliding_window` is
-    set, chunked when `attention_chunk_size` is, else full.
+    """One of `full_attention`, `sliding_attention`, `chunked_attention` for each layer. None: sliding when
+    `sliding_window` is set, chunked when `attention_chunk_size` is, else full.
     """
 
 
@@ -273,10 +274,10 @@ class PositionSwitches:
     """T5 bias: number of distance buckets."""
 
     relative_attention_max_distance: int = model_switch(128, needs=RELATIVE)
-    """T5 bias: distance from which on all share the last bucket."""
+    """T5 bias: distances from this one on share the last bucket."""
 
     relative_attention_shared: bool = model_switch(True, needs=RELATIVE)
-    """T5 bias: one table for all layers; else one a layer (umT5)."""
+    """T5 bias: one table for all layers; else each layer has its own (umT5)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -315,16 +316,16 @@ class ExpertSwitches:
     """Inner width of one expert. None: `intermediate_size`."""
 
     num_shared_experts: int = expert_switch(0, least=0)
-    """Experts that every token passes, as one of that many times the width."""
+    """Number of experts that every token passes; they form one feed-forward of that many times the width."""
 
     shared_expert_intermediate_size: int | None = expert_switch(None, least=0)
-    """Inner width of what every token passes. None: num_shared_experts x moe_intermediate_size."""
+    """Inner width of the shared experts together. None: num_shared_experts x moe_intermediate_size."""
 
     shared_expert_gate: bool = expert_switch(False)
     """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
 
     mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",))
-    """`dense` or `sparse` a layer. None: all sparse if there are experts."""
+    """`dense` or `sparse` for each layer. None: all sparse if there are experts."""
 
     router_type: RouterType = expert_switch("top_k")
     """`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); `expert_choice`:
@@ -356,10 +357,12 @@ class ExpertSwitches:
     """A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."""
 
     router_selection_bias: bool = expert_switch(False)
-    """A bias an expert that picks are made by but not weighed by, saved with the model (DeepSeek-V3)."""
+    """Per-expert bias used to select experts, not to weight them; it is saved with the model (DeepSeek-V3)."""
 
     router_bias_update_rate: Number = expert_switch(0.0, least=0, inert=True)
-    """Step of that bias after each optimiser step: balance without an auxiliary loss (arXiv 2408.15664)."""
+    """Step by which `router_selection_bias` moves after each optimiser step: balance without an auxiliary loss (arXiv
+    2408.15664).
+    """
 
     router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
     """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
@@ -377,17 +380,19 @@ class ExpertSwitches:
 
     capacity_factor: Number | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
     """An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a forward
-    pass. So later tokens count for earlier ones: for training, not for cached decoding. None: all.
+    pass. What becomes of a token depends on others, so this is for training, not for cached decoding. None: all.
     """
 
     expert_capacity: int | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
-    """An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."""
+    """The most tokens of a row that an expert takes, however long the row is (Switch). None: see `capacity_factor`."""
 
     overflow: Overflow = expert_switch("drop")
-    """A token whose expert is full: only the residual passes, or the best expert that has room."""
+    """What becomes of a token whose expert is full: `drop` leaves it the residual alone, `next_best` sends it to the
+    best expert that has room.
+    """
 
     experts_layout: ExpertsLayout = expert_switch("packed", inert=True)
-    """One 3-D weight for all experts, for speed; or plain Linears, for PEFT and quantisers."""
+    """`packed`: one 3-D weight for all experts, for speed; `linear`: a plain Linear each, for PEFT and quantisers."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -467,10 +472,10 @@ class EndSwitches:
     """Dense, activation and norm before the output head (BERT)."""
 
     head_act: str | None = model_switch(None, needs=equals("lm_head_transform", True), read_by=VOCABULARY)
-    """Activation of that transform. None: `hidden_act`."""
+    """Activation of `lm_head_transform`. None: `hidden_act`."""
 
     head_bias: bool = model_switch(True, needs=DENSE_HEAD, read_by=(*VOCABULARY, CLASSIFIER, TAGGER, ANSWERER))
-    """Biases of those two dense layers."""
+    """Biases of the dense layers that `lm_head_transform` and `classifier_dense` add."""
 
     pooler: bool = model_switch(False, needs=equals("topology", "encoder"))
     """Encoder: a dense layer with tanh on the first token (BERT)."""
@@ -484,13 +489,15 @@ class EndSwitches:
     """A dense layer with `classifier_act` before the classifier (RoBERTa)."""
 
     token_head_dense: bool = model_switch(False, needs=CLASSIFIER_DENSE, read_by=(TAGGER, ANSWERER))
-    """That dense layer, activation and norm before the heads that read every token as well (ModernBERT)."""
+    """The dense layer of `classifier_dense`, with its activation and norm, also stands before the heads that read every
+    token (ModernBERT).
+    """
 
     classifier_act: str = model_switch("tanh", needs=CLASSIFIER_DENSE, read_by=(CLASSIFIER, TAGGER, ANSWERER))
     """Activation of the classifier's dense layer."""
 
     classifier_norm: bool = model_switch(False, needs=CLASSIFIER_DENSE, read_by=(CLASSIFIER, TAGGER, ANSWERER))
-    """A norm after it (ModernBERT)."""
+    """A norm after the dense layer of `classifier_dense` (ModernBERT)."""
 
     classifier_bias: bool = model_switch(False, read_by=(CLASSIFIER, TAGGER))
     """Bias of the classifiers' last layer (question answering always has one)."""
@@ -499,7 +506,7 @@ class EndSwitches:
     """Dropout before the task heads' last layer, in training."""
 
     classifier_input_dropout: bool = model_switch(False, needs=CLASSIFIER_DENSE, inert=True)
-    """The same before the classifier's dense layer (RoBERTa, BART)."""
+    """`classifier_dropout` also acts before the dense layer of `classifier_dense` (RoBERTa, BART)."""
 
     logit_scale: Number = model_switch(1.0, asks=logit_scale_asks, read_by=VOCABULARY)
     """Factor on the logits (Command R)."""
@@ -575,7 +582,7 @@ class LlmArchConfig(
                     f"hidden_size={self.hidden_size}, num_attention_heads={self.num_attention_heads}: the heads do not "
                     "divide the width; give head_dim."
                 )
-            # Under MLA the host reads it for the rotated width alone.
+            # Under MLA transformers reads head_dim for the rotated width alone.
             self.head_dim = self.qk_rope_head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         if self.intermediate_size is None:
             self.intermediate_size = derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
@@ -597,7 +604,7 @@ class LlmArchConfig(
             # TRL tells by this attribute whether there are experts to balance, and sets it.
             self.output_router_logits = bool(asked)
         kwargs.pop("qk_head_dim", None)
-        # The host sizes a static cache from head_dim unless this is set; a latent cache has another shape.
+        # Transformers sizes a static cache by head_dim unless qk_head_dim is set; a latent cache has another shape.
         self.qk_head_dim = (
             (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0) if self.attention_kind == "mla" else None
         )
@@ -644,8 +651,8 @@ class LlmArchConfig(
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
-        """As the host's; switches given beside a saved config are checked together with it, not set afterwards, and
-        what was derived from their old values is derived anew."""
+        """As in transformers, except that switches given beside a saved config are checked together with it, not set
+        afterwards, and that what was derived from their old values is derived anew."""
         names = {f.name for f in cls.switches()}
         changed = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         saved = config_dict.get("topology", "decoder")
@@ -658,7 +665,7 @@ class LlmArchConfig(
         return super().from_dict({**kept, **changed}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the host's, without the plan that a model has set: it follows from the switches."""
+        """As in transformers, without the plan that a model has set: it follows from the switches."""
         values = super().to_dict()
         values.pop("base_model_ep_plan", None)
         return values
@@ -680,7 +687,7 @@ class LlmArchConfig(
         """The RoPE base, where readers of older configs look for it; the first of them when layer types differ.
 
         Raises:
-            AttributeError: without RoPE, so that the host's `getattr(config, "rope_theta", default)` works.
+            AttributeError: without RoPE, so that transformers' `getattr(config, "rope_theta", default)` works.
         """
         for parameters in self.rope_by_layer_type.values():
             if "rope_theta" in parameters:
@@ -732,7 +739,7 @@ class LlmArchConfig(
         theta, known = old.get("rope_theta"), (self.rope_parameters or old.get("rope_scaling") or {}).get("rope_theta")
         if theta is not None and known is not None and theta != known:
             raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one.")
-        # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
+        # Transformers fills in defaults in place, and the caller's dict is not ours to change: this is a copy.
         if self.rope_parameters is not None:
             self.rope_parameters = _copy_nested(self.rope_parameters)
         kwargs = {name: value for name, value in kwargs.items() if name not in ROPE_SPELLINGS or value is not None}
@@ -742,14 +749,14 @@ class LlmArchConfig(
         by_type = {kind: (self.rope_parameters or {}).get(kind) for kind in get_args(LayerType)}
         by_type = {kind: parameters for kind, parameters in by_type.items() if parameters is not None}
         if by_type:
-            # Before 5.20 the host adds a base beside the layer types, and then takes the whole for flat parameters.
+            # Before 5.20 transformers adds a base beside the layer types, and then takes the whole for flat parameters.
             base = cast(dict[str, Any], self.rope_parameters).get("rope_theta", self.default_theta)
             for parameters in by_type.values():
                 cast(dict[str, Any], parameters).setdefault("rope_theta", base)
             self.rope_parameters = by_type
             self.standardize_rope_params()
         for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
-            parameters.pop("type", None)  # the older key, which the host copies to rope_type and leaves in place
+            parameters.pop("type", None)  # the older key, which transformers copies to rope_type and leaves in place
         return kwargs
 
     def _validate_ntk_rope_parameters(

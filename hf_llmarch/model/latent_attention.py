@@ -98,7 +98,7 @@ class LatentAttention(ScoredAttention):
         q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.rope), dim=-1)
-        # One head each, so that every cache layer of the host takes them for keys and values.
+        # One head each, so that every cache layer of transformers takes them for keys and values.
         latent, k_rope = self.kv_a_layernorm(latent)[:, None], k_rope[:, None]  # (B, 1, T, r), (B, 1, T, R)
         q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
 

@@ -154,7 +154,7 @@ def supports_context(config: LlmArchConfig) -> bool:
 def refuse_sizes(config: LlmArchConfig, sizes: Any) -> None:
     """
     Args:
-        sizes: the host's `DistributedConfig`.
+        sizes: transformers' `DistributedConfig`.
 
     Raises:
         ValueError: for a layout that would give other numbers, naming the switches that it does not go with.
