@@ -14,6 +14,8 @@ from wrapt import when_imported
 
 CONFIGURATION = "hf_llmarch.model.configuration_llmarch"
 MODELING = "hf_llmarch.model.modeling_llmarch"
+# What imports the Auto classes on its way, and is itself imported by the models.
+BELOW_MODELING = tuple(f"hf_llmarch.model.{name}" for name in ("block", "backends", "parallel"))
 AUTO = "transformers.models.auto"
 
 
@@ -24,6 +26,8 @@ def register() -> None:
     when_imported(MODELING)(_register_products)
     when_imported(f"{AUTO}.configuration_auto")(_announce_config)
     when_imported(f"{AUTO}.modeling_auto")(_announce_models)
+    for name in BELOW_MODELING:
+        when_imported(name)(_announce_models)
     when_imported("peft.utils.constants")(_register_with_peft)
 
 
@@ -38,8 +42,10 @@ def _announce_config(module: ModuleType) -> None:
         _register_config(import_module(CONFIGURATION), module)
 
 
-def _announce_models(_: ModuleType) -> None:
-    if not _is_being_imported(MODELING):
+def _announce_models(module: ModuleType) -> None:
+    # A module that is half imported cannot be read by the models; once it is complete, this is called again.
+    others = {MODELING, *BELOW_MODELING} - {module.__name__}
+    if not any(map(_is_being_imported, others)):
         _register_models(import_module(MODELING))
 
 

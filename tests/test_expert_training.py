@@ -304,7 +304,7 @@ def test_the_bias_moves_towards_the_experts_with_less() -> None:
     switches = {**LOSS_FREE, "num_experts": 4, "num_experts_per_tok": 1, "router_bias_update_rate": 0.25}
     config = tiny_config(**switches)
     config._experts_implementation = "eager"
-    layer = redraw(SPARSE_FEED_FORWARDS[config.router_type](config, config)).train()
+    layer = redraw(SPARSE_FEED_FORWARDS[ROUTERS[config.router_type].pickers](config, config)).train()
     with torch.no_grad():
         layer.gate.weight.copy_(torch.eye(4, 48))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)

@@ -56,7 +56,7 @@ def layer(**switches: Any) -> SparseFeedForward:
     """A sparse feed-forward by itself, every number in it drawn."""
     config = tiny_config(**{**SPARSE, **switches})
     config._experts_implementation = "eager"
-    module = redraw(SPARSE_FEED_FORWARDS[config.router_type](config, config)).eval()
+    module = redraw(SPARSE_FEED_FORWARDS[ROUTERS[config.router_type].pickers](config, config)).eval()
     if module.gate.e_score_correction_bias is not None:
         module.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, module.gate.experts).flip(0))
     return module

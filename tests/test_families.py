@@ -21,7 +21,7 @@ from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.plans import Plan, export_plan, plan
-from hf_llmarch.model.attention import demands, honours
+from hf_llmarch.model.backends import demands, honours
 
 REAL = Path(__file__).parents[2] / "shared" / "real"
 
@@ -109,9 +109,9 @@ def test_every_family_has_a_case() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_logits(converted: Converted, backend: str) -> None:
-    for switch in demands(converted.ours.config):
-        if not honours(backend, (switch,)):
-            with pytest.raises(ValueError, match=switch):
+    for demand in demands(converted.ours.config):
+        if not honours(backend, (demand.feature,)):
+            with pytest.raises(ValueError, match=demand.field):
                 converted.ours.set_attn_implementation(backend)
             return
     converted.ours.set_attn_implementation(backend)

@@ -3,7 +3,7 @@
 Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D` head width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Unpack, cast
 
 import torch
@@ -14,90 +14,12 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
+from .declarations import SHARED, Facts
 from .embeddings import Clamp, TensorFn, identity, in_sequence
 from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
-
-# The implementations of the host and of vLLM. Others (kernels of the Hub, say) are known to add nothing to a score.
-KNOWN = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "vllm")
-
-
-class AllBut:
-    """A set of implementations: all but those whose names begin with one of these."""
-
-    def __init__(self, *prefixes: str):
-        self.prefixes = prefixes
-
-    def __contains__(self, implementation: str) -> bool:
-        return not implementation.startswith(self.prefixes)
-
-
-# Several texts in one row, without a mask: what looks at a row's length or at its other tokens sees other texts' too.
-UNPACKED = AllBut("vllm", "sglang", "paged|")
-
-# What attention asks for beyond q.k, and the implementations that do it. Every other one would drop it without a word,
-# except that sdpa raises on a soft-cap. vLLM and SGLang also have heads of their own, and run decoders alone.
-HONOURS: dict[str, frozenset[str] | AllBut] = {
-    "attn_logit_softcapping": frozenset({*KNOWN, "paged|flash_attention_2", "paged|flash_attention_3"}) - {"sdpa"},
-    "attention_sinks": frozenset(
-        {"eager", "flash_attention_3", "flash_attention_4", "paged|flash_attention_3", "vllm"}
-    ),
-    "position_encoding": frozenset({"eager", "sdpa"}),
-    "attention_chunk_size": frozenset({"eager", "sdpa", "flex_attention"}),
-    "attention_type": AllBut("paged|"),
-    "rope_parameters": UNPACKED,
-    "capacity_factor": UNPACKED,
-    "expert_capacity": UNPACKED,
-    "router_type": UNPACKED,
-    "topology": UNPACKED,
-    "lm_head_transform": AllBut("vllm", "sglang"),
-    "logit_scale": AllBut("vllm", "sglang"),
-}
-
-DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
-    "attn_logit_softcapping": lambda c: c.attn_logit_softcapping is not None,
-    "attention_sinks": lambda c: c.attention_sinks,
-    "position_encoding": lambda c: c.position_encoding in ("alibi", "relative_bias"),
-    "attention_chunk_size": lambda c: "chunked_attention" in c.layer_types,
-    # The host's paged cache has keys and values of one width.
-    "attention_type": lambda c: c.attention_kind == "mla",
-    # Frequencies that follow the longest text, whose cached keys were turned by earlier ones.
-    "rope_parameters": lambda c: any(p["rope_type"] in ("dynamic", "longrope") for p in c.rope_by_layer_type.values()),
-    "capacity_factor": lambda c: c.capacity_factor is not None,
-    "expert_capacity": lambda c: c.expert_capacity is not None,
-    "router_type": lambda c: c.num_experts is not None and c.router_type == "expert_choice",
-    "topology": lambda c: c.topology == "encoder-decoder",
-    "lm_head_transform": lambda c: c.lm_head_transform,
-    # vLLM bounds logits before it scales them.
-    "logit_scale": lambda c: c.logit_scale != 1.0 and c.final_logit_softcapping is not None,
-}
-
-
-def demands(config: LlmArchConfig) -> tuple[str, ...]:
-    """The switches of `config` that not every attention implementation honours."""
-    layers = config.layer_configs()
-    return tuple(name for name, demanding in DEMANDS.items() if any(demanding(layer) for layer in layers))
-
-
-def honours(implementation: str | None, switches: Iterable[str]) -> bool:
-    """Whether an attention implementation, if one is chosen yet, does all of these switches."""
-    return implementation is None or all(implementation in HONOURS[name] for name in switches)
-
-
-def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
-    """
-    Raises:
-        ValueError: naming the first switch that `implementation` would ignore, and the implementations that would not.
-    """
-    for name in demands(config):
-        if not honours(implementation, (name,)):
-            value = next(getattr(layer, name) for layer in config.layer_configs() if DEMANDS[name](layer))
-            raise ValueError(
-                f"attn_implementation={implementation!r} cannot do {name}={value!r} and would ignore it. "
-                f"Use one of: {', '.join(sorted(known for known in KNOWN if known in HONOURS[name]))}."
-            )
 
 
 def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -128,7 +50,7 @@ def eager_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The host's attention signature in plain operations; honours every switch. Softmax in fp32.
+    """Attention in plain operations, with transformers' signature. It honours every feature; its softmax is in fp32.
 
     Returns:
         The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
@@ -161,7 +83,7 @@ QK_NORM_SHAPES: dict[QKNorm, Callable[[int, int], tuple[int, ...]]] = {
 
 
 class ScoredAttention(nn.Module):
-    """What every attention shares: its scale, its options and the call of the host's implementation."""
+    """What every attention shares: its scale, its options and the call of transformers' implementation."""
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
@@ -202,8 +124,17 @@ class ScoredAttention(nn.Module):
         return options if position_bias is None else {**options, "position_bias": position_bias}
 
 
+def plan_by_heads(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
+    """All projections are cut by heads; a norm with one weight for all heads is shared by the devices."""
+    plan = {**{f"{name}_proj": "colwise" for name in "qkv"}, "o_proj": "rowwise"}
+    norms = any(layer.qk_norm == "head" for layer in layers)
+    return plan | ({"q_norm": SHARED, "k_norm": SHARED} if norms else {})
+
+
 class Attention(ScoredAttention):
     """MHA (arXiv 1706.03762), GQA (2305.13245) and MQA (1911.02150): they differ in the number of key/value heads."""
+
+    facts = Facts(tensor_plan=plan_by_heads)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -275,6 +206,8 @@ class Attention(ScoredAttention):
 class CrossAttention(Attention):
     """A decoder's queries against the encoder's states, which carry their own positions; keys and values are computed
     once a text."""
+
+    facts = Facts(tensor_plan=plan_by_heads)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)

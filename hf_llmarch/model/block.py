@@ -17,6 +17,7 @@ from .feedforward import dense_feed_forward
 from .latent_attention import LatentAttention
 from .layer_inputs import AttentionInputs, CacheInputs
 from .norms import NORM_SLOTS, norm_slots
+from .routing import ROUTERS
 
 ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
     "mha": Attention,
@@ -30,7 +31,7 @@ def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
     """The feed-forward of a layer, dense or of experts."""
     layer = config.layer(layer_idx)
     if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
-        return SPARSE_FEED_FORWARDS[layer.router_type](config, layer)
+        return SPARSE_FEED_FORWARDS[ROUTERS[layer.router_type].pickers](config, layer)
     return dense_feed_forward(layer)
 
 

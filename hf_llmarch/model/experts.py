@@ -12,7 +12,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .compat import EXPERTS
-from .configuration_llmarch import ExpertsLayout, LlmArchConfig, RouterType
+from .configuration_llmarch import ExpertsLayout, LlmArchConfig
 from .feedforward import activation, dense_feed_forward, gated_activation
 from .linear import Linear, linear
 from .routing import OVERFLOWS, ROUTERS, capacity, slots
@@ -284,8 +284,8 @@ class ExpertChoiceFeedForward(SparseFeedForward):
         return torch.zeros_like(flat).index_add_(0, token, out).view_as(x)
 
 
-SPARSE_FEED_FORWARDS: dict[RouterType, type[SparseFeedForward]] = {
-    "top_k": SparseFeedForward,
-    "sparsemixer": SparseFeedForward,
-    "expert_choice": ExpertChoiceFeedForward,
+# Keyed by a router's `pickers`.
+SPARSE_FEED_FORWARDS: dict[str, type[SparseFeedForward]] = {
+    "tokens": SparseFeedForward,
+    "experts": ExpertChoiceFeedForward,
 }

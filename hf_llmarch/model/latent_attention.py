@@ -13,16 +13,47 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
+from .declarations import Facts, Feature
 from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
-from .parallel import local_weight
+
+
+def latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
+    """Queries, expanded keys and expanded values are cut by heads; every device makes, and caches, the whole latent.
+
+    Transformers' style for the latent reads the width of the rotated part from the one config of the whole model, so
+    the attention stays whole where layers, or the two stacks, differ in that width.
+    """
+    rotated = {layer.qk_rope_head_dim for layer in layers}
+    if len(rotated) > 1 or "qk_rope_head_dim" in (config.source_stack or {}):
+        return {}
+    queries = {"q_proj" if layer.q_lora_rank is None else "q_b_proj" for layer in layers}
+    plan = {**dict.fromkeys((*queries, "kv_b_proj"), "colwise"), "o_proj": "rowwise"}
+    return {**plan, "kv_a_proj_with_mqa": "mla_kv_a_proj"}
+
+
+def local_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """A projection's weight as a plain matrix `(rows, columns)`, or this device's rows of one that is cut by rows.
+
+    It is for inference: on a weight that is cut, a gradient would reach the rows of one device only.
+
+    Returns:
+        None where the weight is not such a matrix, for example where it is quantised.
+    """
+    if type(weight) is nn.Parameter:
+        return weight
+    placements: Any = getattr(weight, "placements", None)
+    by_rows = placements is not None and all(placement.is_shard(0) for placement in placements)
+    return None if torch.is_grad_enabled() or not by_rows else weight.to_local()  # type: ignore[attr-defined]
 
 
 class LatentAttention(ScoredAttention):
     """MLA. Few queries against a long context run absorbed: W_UK is folded into the query and W_UV into the output
     (section 2.1.2), so keys and values are never expanded. Prefill and training expand them, to the same numbers.
     """
+
+    facts = Facts(asks=(Feature.TWO_WIDTHS,), tensor_plan=latent_plan)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -69,7 +100,7 @@ class LatentAttention(ScoredAttention):
         q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.rope), dim=-1)
-        # One head each, so that every cache layer of the host takes them for keys and values.
+        # One head each, so that every cache layer of transformers takes them for keys and values.
         latent, k_rope = self.kv_a_layernorm(latent)[:, None], k_rope[:, None]  # (B, 1, T, r), (B, 1, T, R)
         q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
 

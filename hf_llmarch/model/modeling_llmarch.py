@@ -29,7 +29,8 @@ from transformers.utils import ModelOutput, can_return_tuple, logging, torch_com
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
-from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
+from .attention import CrossAttention, ScoredAttention
+from .backends import demands, honours, refuse_backend
 from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
@@ -41,16 +42,16 @@ from .layer_inputs import AttentionInputs
 from .linear import Linear, as_torch_linear
 from .norms import norm
 from .parallel import (
-    WHOLE_TEXTS,
     expert_parallel_plan,
     keep_whole,
     pick_heads,
     pipeline_plan,
     refuse_sizes,
+    supports_context,
     tensor_parallel_plan,
 )
 from .positions import PADDING, POSITIONS
-from .routing import Router
+from .routing import ROUTERS, Router
 
 logger = logging.get_logger(__name__)
 
@@ -169,7 +170,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
                 "LlmArchForMaskedLM, and encoder-decoders LlmArchForConditionalGeneration."
             )
         refuse_backend(config, config._attn_implementation)
-        self.demands = demands(config)
+        self.demands = frozenset(demand.feature for demand in demands(config))
         super().__init__(config, *args, **kwargs)
 
     # transformers has class attributes of these names; here they depend on the config.
@@ -207,8 +208,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     @property
     def supports_context_parallel(self) -> bool:
         """Whether sequences can be cut across devices, where transformers drops masks and what is added to scores."""
-        causal = self.config.topology == "decoder" and set(self.config.layer_types) == {"full_attention"}
-        return causal and not WHOLE_TEXTS.intersection(self.demands)
+        return supports_context(self.config)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
@@ -521,7 +521,7 @@ class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         first = config.layer_configs()[0]
-        self.looks_ahead = config.num_experts is not None and first.router_type == "expert_choice"
+        self.looks_ahead = config.num_experts is not None and ROUTERS[first.router_type].pickers == "experts"
         self.rope_switch_lengths = config.rope_switch_lengths
         if self.looks_ahead:
             logger.warning_once(

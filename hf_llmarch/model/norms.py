@@ -6,6 +6,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
+from .declarations import Facts
 from .embeddings import Scale, TensorFn, dropout, identity, in_sequence
 
 
@@ -41,6 +42,8 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """x / rms(x), arXiv 1910.07467; statistics in fp32."""
 
+    facts = Facts()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -53,6 +56,8 @@ class RMSNorm(Norm):
 
 class LayerNorm(Norm):
     """(x - mean) / std, arXiv 1607.06450."""
+
+    facts = Facts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1 and not self.in_fp32:

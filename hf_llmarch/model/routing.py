@@ -6,7 +6,7 @@ Shapes: `B` rows of a batch, `T` tokens a row, `N` = B T tokens, `E` experts, `K
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from transformers import initialization as init
 from .balancing import update_after_next_step
 from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig, Overflow, RouterGroupScore, RouterScore, RouterType
+from .declarations import Facts, Feature
 from .linear import linear
 
 # Logits `(N, E)`, weights `(N, K)` and the indices `(N, K)` of the picked experts.
@@ -53,6 +54,9 @@ class Router(Fp32Buffers):
     2408.15664).
     """
 
+    facts = Facts()
+    # Who picks: each token its experts, or each expert tokens of the whole row, later ones included.
+    pickers: Literal["tokens", "experts"] = "tokens"
     e_score_correction_bias: torch.Tensor | None
 
     def __init__(self, layer: LlmArchConfig):
@@ -157,6 +161,8 @@ class SparseMixerRouter(Router):
     as in inference and the gradient is that of the softmax.
     """
 
+    facts = Facts()
+
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left, weights, picks = logits.float(), [], []
         for _ in range(self.picks):
@@ -175,7 +181,10 @@ class SparseMixerRouter(Router):
 
 
 class ExpertChoiceRouter(Router):
-    """Each expert picks tokens, arXiv 2202.09368. `experts.ExpertChoiceFeedForward` makes these picks, row by row."""
+    """Experts pick tokens, arXiv 2202.09368. `ExpertChoiceFeedForward` makes the pick, over a whole row."""
+
+    facts = Facts(asks=(Feature.WHOLE_ROWS,))
+    pickers = "experts"
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.score(logits.float())
