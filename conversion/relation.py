@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from .entries import Values
 from .errors import ConversionError, NotExpressible, UnsupportedField
+from .reading import keys_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -26,14 +27,13 @@ if TYPE_CHECKING:
     from .rules import Family
 
 
-# Fields that say how a model is stored, served, sampled from or trained, never what it computes.
+# Fields that transformers reads, and that say how a model is stored, served, sampled from or trained, never what it
+# computes. Those that it does not read are found in its code.
 INERT = {
-    *("_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "architectures"),
-    *("attn_implementation", "auto_map", "chunk_size_feed_forward", "classifier_dropout", "dtype", "finetuning_task"),
-    *("gradient_checkpointing", "id2label", "is_decoder", "label2id", "model_max_length", "model_type", "name_or_path"),
-    *("num_labels", "output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
-    *("task_specific_params", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config"),
-    *("transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "use_return_dict"),
+    *("_attn_implementation", "_attn_implementation_internal", "_commit_hash", "_name_or_path", "attn_implementation"),
+    *("chunk_size_feed_forward", "classifier_dropout", "dtype", "gradient_checkpointing", "id2label", "is_decoder"),
+    *("model_type", "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "pretraining_tp"),
+    *("problem_type", "return_dict", "torch_dtype", "use_cache"),
 }
 
 
@@ -101,6 +101,8 @@ def refuse_unsupported(family: Family, native: PreTrainedConfig, foreign: Mappin
         for name, value in foreign.items()
         if name in vars(native) and name not in states | known and not says_absent(value)
     ]
+    if unsupported and (read := keys_read(type(native).__module__)) is not None:
+        unsupported = [name for name in unsupported if name in read]
     if unsupported:
         raise UnsupportedField(
             f"Family {family.name!r} has no counterpart for "

@@ -78,7 +78,8 @@ class Family:
         variants: by class of ours, switches that only the tensors on disk tell, in the order in which they are tried.
         copies: tensors that may be on disk again under other names, as {rules': the others}.
         aliases: config keys of old releases, as {old: today's}.
-        inert: config keys of this family that do not change what its models compute.
+        inert: config keys that transformers' code reads and that do not change what the family's models compute; those
+            that it never reads are found by `reading.keys_read`.
         native: the class that reads their config.json, where transformers has none.
         container: turns an exported folder into the family's own kind of file.
         layers_ahead: config key that counts layers beyond the last, which predict tokens further ahead; drops number

@@ -297,9 +297,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[errors.ConversionError], str
     ),
     "unknown model type": (lambda f: edit_json(f / "config.json", model_type="lama"), errors.UnknownFamily, "'lama'"),
     "unknown config field": (
-        lambda f: edit_json(f / "config.json", attention_wobble=0.5),
+        lambda f: edit_json(f / "config.json", quantization_config={"bits": 4}),
         errors.UnsupportedField,
-        "attention_wobble=0.5",
+        "quantization_config=",
     ),
 }
 

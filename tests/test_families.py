@@ -269,7 +269,6 @@ def test_a_wrong_shape_is_named() -> None:
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"a_new_gate": 3}, "a_new_gate"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )

@@ -762,7 +762,6 @@ def test_a_layer_that_the_config_does_not_count_is_unknown(tmp_path: Path) -> No
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv"),
         ("phimoe-plain", {"num_experts_per_tok": 3}, "num_experts_per_tok=3"),
         ("phimoe", {"rope_scaling": {**CASES["phimoe"]["rope_scaling"], "long_mscale": 1.4}}, "long_mscale=1.4"),
-        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
 def test_source_fields_without_a_counterpart_are_refused(case: str, changes: dict[str, Any], named: str) -> None:

@@ -13,7 +13,6 @@ from .encoders import (
     BERT_SIZES,
     ENCODER,
     GAMMA_BETA,
-    INERT,
     LEARNED,
     MASKED_LM,
     READ_POOLER,
@@ -88,6 +87,4 @@ FAMILY = Family(
     also={"AlbertForPreTraining": MASKED_LM},
     variants=variants(READ_POOLER, READ_POOLER[:1]),
     copies={BIAS[1]: (f"{BIAS[0]}.bias",)},
-    # Of an attention window that was never released, and of how the model was trained.
-    inert=(*INERT, "down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks", "layers_to_keep"),
 )

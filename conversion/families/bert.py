@@ -7,7 +7,6 @@ from .common import CAUSAL_LM
 from .encoders import (
     BERT_SIZES,
     GAMMA_BETA,
-    INERT,
     LEARNED,
     MASKED_LM,
     MODEL,
@@ -53,5 +52,4 @@ FAMILY = Family(
     also={"BertForPreTraining": MASKED_LM, "BertForNextSentencePrediction": MODEL},
     variants=variants(READ_POOLER, READ_POOLER[:1]),
     copies={BIAS[1]: (f"{HEAD}.decoder.bias",)},
-    inert=INERT,
 )

@@ -44,5 +44,4 @@ FAMILY = Family(
     weights=[*COHERE_WEIGHTS, *QK_NORM],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "CohereForCausalLM"},
-    inert=("model_max_length",),
 )

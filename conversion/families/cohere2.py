@@ -18,11 +18,6 @@ FAMILY = Family(
     weights=COHERE_WEIGHTS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Cohere2ForCausalLM"},
-    inert=(
-        # In layer_types by the time we read it.
-        *("sliding_window_pattern", "layer_switch", "order_of_interleaved_layers", "cache_implementation"),
-        # Cohere's own trainer; transformers' class has one value of each.
-        *("position_embedding_type", "rotary_pct", "use_embedding_sharing", "use_gated_activation"),
-        *("use_parallel_block", "use_parallel_embedding"),
-    ),
+    # The first is in layer_types by the time we read it.
+    inert=("sliding_window_pattern", "cache_implementation"),
 )

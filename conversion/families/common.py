@@ -165,8 +165,7 @@ GPT_SIZES: list[Entry] = [
 ]
 # Of their classification heads.
 SUMMARY = (
-    *("n_ctx", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-    "summary_first_dropout",
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
 )
 
 

@@ -19,7 +19,7 @@ from .common import (
     SIZES,
     SPELLINGS,
 )
-from .experts import LOSS_OUTPUT, always, as_theirs, expert_width, experts, router, routing, shared_experts
+from .experts import always, as_theirs, expert_width, experts, router, routing, shared_experts
 
 ATTN = f"{LAYER}.self_attn"
 
@@ -88,9 +88,6 @@ DEEPSEEK_WEIGHTS: list[Rule] = [
     *experts(f"{LAYER}.mlp.experts.{{e}}"),
     *shared_experts(f"{LAYER}.mlp.shared_experts"),
 ]
-# How the experts were spread over machines, and the losses that DeepSeek's own code adds in training; transformers'
-# classes have neither.
-TRAINING = (*LOSS_OUTPUT, "ep_size", "aux_loss_alpha", "seq_aux")
 
 
 def _routing(native: Any) -> Values:
@@ -104,11 +101,12 @@ def _routing_to_theirs(config: Any) -> Values:
 
 FAMILY = Family(
     "deepseek_v2",
-    # No norm_topk_prob: transformers' class ignores it, DeepSeek's own code does not.
     config=[
         *DEEPSEEK_CONFIG,
         Const("rope_interleaved", True),
         Const("norm_topk_prob", False),
+        # transformers' class does not read it; DeepSeek's own code does.
+        always("norm_topk_prob", False),
         always("scoring_func", "softmax"),
         always("topk_method", "greedy", "group_limited_greedy"),
         Derived(("topk_method", "n_group", "topk_group"), _routing, _routing_to_theirs),
@@ -116,5 +114,4 @@ FAMILY = Family(
     weights=DEEPSEEK_WEIGHTS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "DeepseekV2ForCausalLM"},
-    inert=TRAINING,
 )

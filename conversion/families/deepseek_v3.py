@@ -7,7 +7,7 @@ from ..entries import Const, Derived, Field, Values
 from ..ops import rename
 from ..rules import Drop, Family, Rule
 from .common import CAUSAL_LM, LAYER, SPELLINGS
-from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, TRAINING, groups, groups_to_theirs
+from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, groups, groups_to_theirs
 from .experts import always, as_theirs
 
 BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
@@ -51,5 +51,4 @@ FAMILY = Family(
     layers_ahead="num_nextn_predict_layers",
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "DeepseekV3ForCausalLM"},
-    inert=TRAINING,
 )

@@ -12,7 +12,6 @@ from .encoders import (
     ENCODER,
     GAMMA_BETA,
     HEADS,
-    INERT,
     LEARNED,
     POST_NORM,
     classes,
@@ -84,6 +83,6 @@ FAMILY = Family(
     drops=constants("distilbert.embeddings"),
     spellings=spellings({"distilbert.": ""}, GAMMA_BETA),
     architectures=classes("DistilBert"),
-    # The first says how a fresh table of positions begins; it is on disk.
-    inert=(*INERT, "sinusoidal_pos_embds", "tie_weights_"),
+    # How a fresh table of positions begins; it is on disk.
+    inert=("sinusoidal_pos_embds",),
 )

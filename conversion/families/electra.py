@@ -7,7 +7,6 @@ from .encoders import (
     BERT_SIZES,
     ENCODER,
     GAMMA_BETA,
-    INERT,
     LEARNED,
     MODEL,
     bert_weights,
@@ -54,5 +53,5 @@ FAMILY = Family(
     # The discriminator: its head, which tells replaced tokens from real ones, is dropped.
     also={"ElectraForPreTraining": MODEL},
     # Of the head for multiple choice.
-    inert=(*INERT, "summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
+    inert=("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout"),
 )

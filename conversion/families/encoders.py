@@ -120,13 +120,6 @@ def topology(theirs: str) -> Derived:
 
 
 ENCODER: list[Entry] = [Const("topology", "encoder"), always("is_decoder", False)]
-INERT = (
-    # Of Google's configs, about pretraining.
-    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
-    "pooler_type",
-    # Of old releases of transformers, and of tools that train and serve.
-    *("_num_labels", "output_past", "eos_token_ids", "xla_device", "language", "name", "sentence_transformers"),
-)
 
 # The pooler is on disk or it is not; config.json does not say. What it makes, a classifier reads.
 POOLER: tuple[Values, ...] = ({"pooler": True}, {"pooler": False})

@@ -22,6 +22,4 @@ FAMILY = Family(
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "GemmaForCausalLM"},
-    # Releases say "gelu" in hidden_act and mean tanh, as this later key says, which transformers does not read.
-    inert=("hidden_activation",),
 )

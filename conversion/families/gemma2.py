@@ -45,6 +45,5 @@ FAMILY = Family(
     weights=GEMMA2_WEIGHTS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Gemma2ForCausalLM"},
-    # Caches of older releases; the activation is in hidden_activation.
-    inert=("cache_implementation", "sliding_window_size", "hidden_act"),
+    inert=("cache_implementation",),
 )

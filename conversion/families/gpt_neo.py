@@ -6,7 +6,7 @@ from typing import Any
 from ..entries import Const, Derived, Field, Values
 from ..ops import both
 from ..rules import Family
-from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, SUMMARY, TOKENS, mask_buffers
+from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, TOKENS, mask_buffers
 
 BLOCK = "transformer.h.{i}"
 KINDS = {"global": "full_attention", "local": "sliding_attention"}
@@ -66,5 +66,5 @@ FAMILY = Family(
     spellings=({}, {"transformer.": ""}),
     architectures={CAUSAL_LM: "GPTNeoForCausalLM"},
     # attention_layers is attention_types written out.
-    inert=(*SUMMARY, "attention_layers"),
+    inert=("attention_layers",),
 )

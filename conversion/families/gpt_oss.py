@@ -75,6 +75,5 @@ FAMILY = Family(
     ],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "GptOssForCausalLM"},
-    # Other spellings of num_experts_per_tok and of the original length, in OpenAI's own code.
-    inert=(*LOSS_OUTPUT, "experts_per_token", "initial_context_length"),
+    inert=LOSS_OUTPUT,
 )

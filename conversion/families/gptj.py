@@ -5,7 +5,7 @@ from typing import Any
 from ..entries import Const, Derived, Field
 from ..ops import both
 from ..rules import Family
-from .common import CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, SUMMARY, mask_buffers
+from .common import CAUSAL_LM, GPT_SIZES, LAYER, LAYER_NORM_MLP, mask_buffers
 
 BLOCK = "transformer.h.{i}"
 
@@ -50,5 +50,5 @@ FAMILY = Family(
     ],
     drops=mask_buffers(f"{BLOCK}.attn"),
     architectures={CAUSAL_LM: "GPTJForCausalLM"},
-    inert=(*SUMMARY, "rotary", "scale_attn_weights", "gradient_checkpointing"),
+    inert=("gradient_checkpointing",),
 )

@@ -13,5 +13,4 @@ FAMILY = Family(
     architectures={CAUSAL_LM: "LlamaForCausalLM"},
     # The name of the first conversions of LLaMA 1, whose class was still spelt LLaMAForCausalLM.
     aliases={"max_sequence_length": "max_position_embeddings"},
-    inert=("is_llama_config",),
 )

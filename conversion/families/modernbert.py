@@ -8,7 +8,7 @@ from ..entries import Const, Derived, Field, Values
 from ..ops import both, halves, qkv_rows
 from ..rules import Family
 from .common import ATTENTION_BIAS, LAYER, QKV, TOKENS
-from .encoders import INERT, classes, classifier_dense, head, of_task
+from .encoders import classes, classifier_dense, head, of_task
 from .experts import always
 
 BLOCK = "model.layers.{i}"
@@ -104,11 +104,9 @@ FAMILY = Family(
     spellings=({}, {"model.": ""}),
     architectures=classes("ModernBert"),
     inert=(
-        *INERT,
         # Of fresh weights, of kernels, and of memory spent in training.
-        *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad"),
+        *("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile"),
         *("sparse_prediction", "sparse_pred_ignore_index"),
-        # Not read by the class: the tokenizer's, and fields of BERT that were left in.
-        *("cls_token_id", "sep_token_id", "layer_norm_eps", "position_embedding_type"),
+        "sep_token_id",  # the tokenizer's
     ),
 )

@@ -67,9 +67,4 @@ FAMILY = Family(
         *weight("lm_head", "lm_head"),
     ],
     architectures={CAUSAL_LM: "MptForCausalLM"},
-    inert=(
-        *("init_device", "init_config", "tokenizer_name", "verbose"),
-        # Read by MosaicML's own class: ALiBi replaces learned positions, and this norm is LayerNorm in half precision.
-        *("learned_pos_emb", "norm_type"),
-    ),
 )

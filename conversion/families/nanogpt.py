@@ -53,6 +53,8 @@ FAMILY = Family(
     ],
     drops=[Drop(f"{BLOCK}.attn.bias", "causal mask, a constant")],
     architectures={CAUSAL_LM: "GPT"},
+    # Not in its file: the name that this family has here.
+    inert=("architectures",),
     native=native,
     container=container,
 )

@@ -39,5 +39,5 @@ FAMILY = Family(
     drops=mask_buffers(f"{BLOCK}.attn"),
     spellings=({}, {"transformer.": ""}),
     architectures={CAUSAL_LM: "OpenAIGPTLMHeadModel"},
-    inert=(*SUMMARY, "predict_special_tokens", "n_special"),
+    inert=SUMMARY,
 )

@@ -74,5 +74,4 @@ FAMILY = Family(
     ],
     spellings=({}, {"model.": ""}),
     architectures={CAUSAL_LM: "OPTForCausalLM"},
-    inert=("activation_dropout", "prefix"),
 )

@@ -43,6 +43,4 @@ FAMILY = Family(
     ],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Phi3ForCausalLM"},
-    # transformers' class has no dropout on the embedding.
-    inert=("embd_pdrop",),
 )

@@ -11,5 +11,4 @@ FAMILY = Family(
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Qwen2ForCausalLM"},
-    inert=("use_mrope",),
 )

@@ -29,7 +29,6 @@ FAMILY = Family(
     ],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Qwen3MoeForCausalLM"},
-    # transformers' class has the window on every layer or on none.
-    inert=(*LOSS_OUTPUT, "max_window_layers"),
+    inert=LOSS_OUTPUT,
     aliases={"num_local_experts": "num_experts"},
 )

@@ -12,7 +12,6 @@ from .common import CAUSAL_LM
 from .encoders import (
     BERT_SIZES,
     GAMMA_BETA,
-    INERT,
     LEARNED,
     POOLER,
     bert_weights,
@@ -84,7 +83,6 @@ def family(name: str, theirs: str) -> Family:
         architectures={**classes(theirs), CAUSAL_LM: f"{theirs}ForCausalLM"},
         variants=variants(POOLER, POOLER[::-1]),
         copies={BIAS[1]: (f"{BIAS[0]}.bias",)},
-        inert=INERT,
     )
 
 

@@ -7,7 +7,6 @@ from .encoders import (
     BERT_SIZES,
     ENCODER,
     GAMMA_BETA,
-    INERT,
     bert_weights,
     bias_spellings,
     classes,
@@ -57,5 +56,4 @@ FAMILY = Family(
     spellings=spellings({"roformer.": ""}, GAMMA_BETA, *bias_spellings(*BIAS)),
     architectures=classes("RoFormer"),
     copies={BIAS[1]: (f"{HEAD}.decoder.bias",)},
-    inert=INERT,
 )

@@ -167,11 +167,10 @@ SINUSOIDS: list[Entry] = [
 EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", True), always("normalize_embedding", True)]
 NO_EMBEDDING_NORM: list[Entry] = [Const("embedding_norm", False), always("normalize_embedding", False)]
 
-# Layers left out at random are so in training alone; of the others, no release since 4.0 reads any.
+# Layers left out at random are so in training alone; the forced tokens belong to generation; the last follows from the
+# counts of the two stacks.
 BART_INERT = (
-    *("classif_dropout", "decoder_layerdrop", "encoder_layerdrop"),
-    *("_num_labels", "add_bias_logits", "extra_pos_embeddings", "force_bos_token_to_be_generated", "output_past"),
-    *("forced_bos_token_id", "forced_eos_token_id", "prefix", "save_step", "num_hidden_layers"),
+    *("decoder_layerdrop", "encoder_layerdrop", "forced_bos_token_id", "forced_eos_token_id", "num_hidden_layers"),
 )
 
 

@@ -28,6 +28,4 @@ FAMILY = Family(
     ],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Starcoder2ForCausalLM"},
-    # Of StarCoder 1's format; transformers' class has one value of each.
-    inert=("norm_type", "mlp_type"),
 )

@@ -9,7 +9,7 @@ from ..entries import Const, Derived, Field, Values
 from ..ops import both, rename, stack
 from ..rules import Family, Rule
 from .encoders import MODEL, named
-from .experts import LOSS_OUTPUT, always
+from .experts import always
 from .stacks import HEADS, SEQ2SEQ_LM, Stack, each_stack, source_of, topology_of
 from .text_to_text import (
     BOTH_STACKS_OR_ONE,
@@ -124,6 +124,6 @@ FAMILY = Family(
     spellings=T5_SPELLINGS,
     variants=BOTH_STACKS_OR_ONE,
     copies=T5_COPIES,
-    # Its class reads none of these but the first, which asks for outputs.
-    inert=(*T5_INERT, *LOSS_OUTPUT, "add_router_probs", "router_ignore_padding_tokens", "batch_prioritized_routing"),
+    # Its routers keep the last, and do not use it.
+    inert=(*T5_INERT, "router_ignore_padding_tokens"),
 )

@@ -156,4 +156,4 @@ T5_VARIANTS: dict[str, tuple[Values, ...]] = {
     **BOTH_STACKS_OR_ONE,
 }
 # The first is a factor on fresh weights; no release reads the others.
-T5_INERT = ("initializer_factor", "n_positions", "output_past", "prefix")
+T5_INERT = ("initializer_factor",)

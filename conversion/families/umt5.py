@@ -31,6 +31,5 @@ FAMILY = Family(
     variants=T5_VARIANTS,
     copies=T5_COPIES,
     aliases=SCALED_HEAD_ALIASES,
-    # The last: read by no release.
-    inert=(*T5_INERT, "scalable_attention"),
+    inert=T5_INERT,
 )
