@@ -19,7 +19,18 @@ from .common import (
     SIZES,
     SPELLINGS,
 )
-from .experts import always, as_theirs, expert_width, experts, router, routing, shared_experts
+from .experts import (
+    always,
+    as_ours,
+    as_theirs,
+    expert_width,
+    experts,
+    if_sparse,
+    layer_kinds,
+    router,
+    routing,
+    shared_experts,
+)
 
 ATTN = f"{LAYER}.self_attn"
 
@@ -30,7 +41,7 @@ def _dense_first(native: Any) -> Values:
 
 
 def _first_sparse(config: Any) -> Values:
-    kinds = config.mlp_layer_types or ()
+    kinds = layer_kinds(config)
     return {"first_k_dense_replace": next((i for i, kind in enumerate(kinds) if kind == "sparse"), len(kinds))}
 
 
@@ -66,16 +77,25 @@ FINE_EXPERTS: list[Entry] = [
             "n_shared_experts": config.shared_width // expert_width(config),
         },
     ),
-    Derived(("first_k_dense_replace",), _dense_first, _first_sparse),
+    as_ours(_dense_first),
     always("moe_layer_freq", 1),
 ]
+
+
+def fine_experts_and(*entries: Entry) -> list[Entry]:
+    """Which layers have experts, and how these are chosen; some of that differs between V2 and V3."""
+    return [
+        *if_sparse(_dense_first, [*FINE_EXPERTS, *entries]),
+        as_theirs(("first_k_dense_replace",), _first_sparse),
+    ]
+
+
 DEEPSEEK_CONFIG: list[Entry] = [
     *SIZES,
     *ROPE,
     *RMS_NORM,
     Field("hidden_act"),
     *LATENT_ATTENTION,
-    *FINE_EXPERTS,
 ]
 DEEPSEEK_WEIGHTS: list[Rule] = [
     *HEAD,
@@ -104,12 +124,14 @@ FAMILY = Family(
     config=[
         *DEEPSEEK_CONFIG,
         Const("rope_interleaved", True),
-        Const("norm_topk_prob", False),
-        # transformers' class does not read it; DeepSeek's own code does.
-        always("norm_topk_prob", False),
-        always("scoring_func", "softmax"),
-        always("topk_method", "greedy", "group_limited_greedy"),
-        Derived(("topk_method", "n_group", "topk_group"), _routing, _routing_to_theirs),
+        *fine_experts_and(
+            Const("norm_topk_prob", False),
+            # transformers' class does not read it; DeepSeek's own code does.
+            always("norm_topk_prob", False),
+            always("scoring_func", "softmax"),
+            always("topk_method", "greedy", "group_limited_greedy"),
+            Derived(("topk_method", "n_group", "topk_group"), _routing, _routing_to_theirs),
+        ),
     ],
     weights=DEEPSEEK_WEIGHTS,
     spellings=SPELLINGS,

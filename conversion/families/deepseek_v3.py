@@ -7,7 +7,7 @@ from ..entries import Const, Derived, Field, Values
 from ..ops import rename
 from ..rules import Drop, Family, Rule
 from .common import CAUSAL_LM, LAYER, SPELLINGS
-from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, groups, groups_to_theirs
+from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, fine_experts_and, groups, groups_to_theirs
 from .experts import always, as_theirs
 
 BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
@@ -34,12 +34,14 @@ FAMILY = Family(
     config=[
         *DEEPSEEK_CONFIG,
         Field("rope_interleave", "rope_interleaved"),
-        Const("router_score", "sigmoid"),
-        Const("router_selection_bias", True),
-        Field("norm_topk_prob"),
-        Derived(("n_group", "topk_group"), _group_score, groups_to_theirs),
-        always("scoring_func", "sigmoid"),
-        always("topk_method", "noaux_tc"),
+        *fine_experts_and(
+            Const("router_score", "sigmoid"),
+            Const("router_selection_bias", True),
+            Field("norm_topk_prob"),
+            Derived(("n_group", "topk_group"), _group_score, groups_to_theirs),
+            always("scoring_func", "sigmoid"),
+            always("topk_method", "noaux_tc"),
+        ),
         # Of a model that came with such layers, the original config.json says so.
         as_theirs(("num_nextn_predict_layers", "num_mtp_layers"), lambda config: {"num_nextn_predict_layers": 0}),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..entries import Const, Derived, Entry, Field, Values
@@ -79,6 +79,11 @@ def as_theirs(names: tuple[str, ...], to_theirs: Callable[[Any], Values]) -> Der
     return Derived(names, lambda native: {}, to_theirs)
 
 
+def as_ours(to_ours: Callable[[Any], Values]) -> Derived:
+    """Fields of ours that another entry writes back."""
+    return Derived((), to_ours, lambda config: {})
+
+
 # Of the three numbers that make a router, the number of experts is spelt in many ways.
 def routing(experts: str = "num_experts") -> list[Entry]:
     return [Field(experts, "num_experts"), Field("num_experts_per_tok")]
@@ -94,6 +99,28 @@ ROUTER_IN_MODEL_DTYPE: list[Entry] = [Const("router_in_fp32", False)]
 ONLY_EXPERTS: list[Entry] = [as_theirs((), lambda config: {"intermediate_size": expert_width(config)})]
 
 
+def if_sparse(layers: Callable[[Any], Values], entries: Sequence[Entry]) -> list[Entry]:
+    """Entries about experts. A model whose layers are all dense has none, whatever its config.json says of them.
+
+    Args:
+        layers: `mlp_layer_types` of a config of theirs.
+    """
+
+    def entry(entry: Entry) -> Derived:
+        return Derived(
+            entry.theirs,
+            lambda native: entry.to_ours(native) if "sparse" in layers(native)["mlp_layer_types"] else {},
+            lambda config: entry.to_theirs(config) if config.num_experts else {},
+        )
+
+    return [entry(one) for one in entries]
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """Of each layer of ours, whether its feed-forward is dense or sparse."""
+    return config.mlp_layer_types or ["sparse" if config.num_experts else "dense"] * config.num_hidden_layers
+
+
 def _sparse_layers(native: Any) -> Values:
     sparse = [
         i not in native.mlp_only_layers and (i + 1) % native.decoder_sparse_step == 0
@@ -104,21 +131,31 @@ def _sparse_layers(native: Any) -> Values:
 
 # Qwen's: a width of their own for experts, and a list of dense layers besides every n-th that is sparse.
 QWEN_EXPERTS: list[Entry] = [
-    *routing(),
-    Field("norm_topk_prob"),
-    Derived(
-        ("moe_intermediate_size",),
-        lambda native: {"moe_intermediate_size": native.moe_intermediate_size},
-        lambda config: {"moe_intermediate_size": expert_width(config)},
-    ),
-    Derived(
-        ("decoder_sparse_step", "mlp_only_layers"),
+    *if_sparse(
         _sparse_layers,
+        [
+            *routing(),
+            Field("norm_topk_prob"),
+            Derived(
+                ("moe_intermediate_size",),
+                lambda native: {"moe_intermediate_size": native.moe_intermediate_size},
+                lambda config: {"moe_intermediate_size": expert_width(config)},
+            ),
+            as_ours(_sparse_layers),
+            *AUXILIARY_LOSS,
+            *ROUTER_IN_MODEL_DTYPE,
+        ],
+    ),
+    as_theirs(
+        ("decoder_sparse_step", "mlp_only_layers"),
         lambda config: {
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, kind in enumerate(config.mlp_layer_types or ()) if kind == "dense"],
+            "mlp_only_layers": [i for i, kind in enumerate(layer_kinds(config)) if kind == "dense"],
         },
     ),
-    *AUXILIARY_LOSS,
-    *ROUTER_IN_MODEL_DTYPE,
 ]
+
+
+def qwen_experts_and(*entries: Entry) -> list[Entry]:
+    """Theirs, and what one family has besides."""
+    return [*QWEN_EXPERTS, *if_sparse(_sparse_layers, entries)]

@@ -4,7 +4,7 @@ from ..entries import Const, Derived, Field
 from ..ops import weight
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, SLIDING_TAIL, SPELLINGS
-from .experts import LOSS_OUTPUT, QWEN_EXPERTS, experts, router, shared_experts
+from .experts import LOSS_OUTPUT, experts, qwen_experts_and, router, shared_experts
 
 FAMILY = Family(
     "qwen2_moe",
@@ -12,13 +12,14 @@ FAMILY = Family(
         *LLAMA_CONFIG,
         *SLIDING_TAIL,
         Field("qkv_bias", "attention_bias"),
-        *QWEN_EXPERTS,
-        Derived(
-            ("shared_expert_intermediate_size",),
-            lambda native: {"shared_expert_intermediate_size": native.shared_expert_intermediate_size},
-            lambda config: {"shared_expert_intermediate_size": config.shared_width},
+        *qwen_experts_and(
+            Derived(
+                ("shared_expert_intermediate_size",),
+                lambda native: {"shared_expert_intermediate_size": native.shared_expert_intermediate_size},
+                lambda config: {"shared_expert_intermediate_size": config.shared_width},
+            ),
+            Const("shared_expert_gate", True),
         ),
-        Const("shared_expert_gate", True),
     ],
     weights=[
         *LLAMA_WEIGHTS,

@@ -49,7 +49,7 @@ FAMILY = Family(
         *both("qa_outputs"),
     ],
     drops=[
-        Drop("roformer.encoder.embed_positions.weight", "table of sinusoids, a constant"),
+        Drop("roformer.encoder.embed_positions.weight", "table of sinusoids, a constant", keep=True),
         *kept("roformer.pooler.dense", what="pooler of the first release, which transformers does not read"),
         Drop(BIAS[1], "not read where the head is not tied", keep=True),
     ],
