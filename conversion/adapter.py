@@ -26,13 +26,9 @@ from .destination import write_json
 from .errors import CheckpointError, NotExpressible, some
 from .plans import Plan, Skeleton, make_steps, skeleton_of
 from .rules import Shape, Side, Step
-from .sources.files import PickleFile, SafetensorsFile, read_json
+from .sources.files import ADAPTER_CONFIG, PickleFile, SafetensorsFile, read_json
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_PICKLE = (
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
+ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 # Where it stands beside a model. Not in its folder: transformers would load it unasked.
 FOLDER = "adapter"
 PREFIX = "base_model.model."

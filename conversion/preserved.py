@@ -16,7 +16,7 @@ from torch import Tensor
 from .destination import write_tensors
 from .plans import Plan
 from .sources.base import Checkpoint, TensorInfo
-from .sources.files import SAFETENSORS, SafetensorsFile, open_shards
+from .sources.files import SAFETENSORS, open_weights
 
 FOLDER = "kept_aside"
 
@@ -60,15 +60,14 @@ def kept(checkpoint: Checkpoint, plan: Plan) -> Aside:
     folder, origin = checkpoint.path / FOLDER, plan.config.converted_from or {}
     if not SAFETENSORS.is_in(folder) or origin.get("family") != plan.family.name:
         return Aside({}, checkpoint.read)
-    single = folder / SAFETENSORS.single
-    files = [SafetensorsFile(single)] if single.is_file() else [*open_shards(folder, SAFETENSORS).values()]
-    holder = {name: file for file in files for name in file.tensors}
+    holder = open_weights(folder, SAFETENSORS)
     return Aside({name: file.tensors[name] for name, file in holder.items()}, lambda name: holder[name].read(name))
 
 
 def true_config(plan: Plan, aside: Aside) -> dict[str, Any]:
-    """The family's config.json, which must not promise layers that are not there."""
+    """The family's config.json, which counts the layers ahead that are there, and no other."""
     counter = plan.family.layers_ahead
-    if aside.tensors or not counter or not plan.foreign_config.get(counter):
+    if not counter or counter not in plan.foreign_config:
         return plan.foreign_config
-    return {**plan.foreign_config, counter: 0}
+    origin = (plan.config.converted_from or {}).get("config", {})
+    return {**plan.foreign_config, counter: origin.get(counter, 0) if aside.tensors else 0}

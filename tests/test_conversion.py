@@ -246,11 +246,6 @@ def escape(folder: Path) -> None:
     edit_json(index, weight_map={"model.norm.weight": "../secret.safetensors"})
 
 
-def twice(folder: Path) -> None:
-    name, tensor = next(iter(load_file(shard_of(folder, 0)).items()))
-    edit_shard(folder, lambda held: held.update({name: tensor}))
-
-
 def reshape_first(held: dict[str, Tensor]) -> None:
     name = next(name for name, tensor in held.items() if tensor.ndim == 2)
     held[name] = held[name].t().contiguous() if held[name].shape[0] != held[name].shape[1] else held[name][:-1]
@@ -279,7 +274,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[errors.ConversionError], str
     ),
     "index names an absent tensor": (misplace, errors.CheckpointError, r"model\.layers\.7\.mlp\.up_proj\.weight"),
     "index names a file outside": (escape, errors.CheckpointError, "outside"),
-    "a tensor in two shards": (twice, errors.CheckpointError, "another file"),
     "index without a map": (
         lambda f: (f / "model.safetensors.index.json").write_text("{}"),
         errors.CheckpointError,

@@ -18,6 +18,9 @@ from .base import DTYPES, TensorInfo
 
 CONFIG = "config.json"
 
+# Of PEFT.
+ADAPTER_CONFIG = "adapter_config.json"
+
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -99,8 +102,37 @@ def weight_format(path: Path, allow_pickle: bool) -> WeightFormat:
     return found[0]
 
 
-def open_shards(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile | PickleFile]:
-    """Open the files that the index names, and prove that they hold what it says."""
+def open_weights(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile | PickleFile]:
+    """Open the weights of a folder: the name of each tensor, and the file to read it from.
+
+    Where several files hold a tensor, the index decides: a later save may have put one beside an older.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, or the index does not fit the files.
+    """
+    if (path / layout.single).is_file():
+        file = layout.opens(path / layout.single)
+        return dict.fromkeys(file.tensors, file)
+    where, shards = open_shards(path, layout)
+    holder = {name: shards[file] for name, file in where.items()}
+    for file, shard in shards.items():
+        unlisted = [name for name in shard.tensors if name not in where]
+        if twice := [name for name in unlisted if name in holder]:
+            raise CheckpointError(
+                f"{path / file} repeats tensors that another file holds, and {layout.index} names neither: "
+                f"{some(twice)}. Remove the older one, or name the right one there."
+            )
+        holder |= dict.fromkeys(unlisted, shard)
+    # In the order of the files, which is the quickest to read.
+    return {name: shard for shard in shards.values() for name in shard.tensors if holder[name] is shard}
+
+
+def open_shards(path: Path, layout: WeightFormat) -> tuple[dict[str, str], dict[str, SafetensorsFile | PickleFile]]:
+    """Open the files that the index names, and prove that they hold what it says.
+
+    Returns:
+        The file's name of each tensor that the index names, and each file by its name.
+    """
     index = read_json(path / layout.index)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
@@ -122,7 +154,7 @@ def open_shards(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile |
             f"{path / layout.index} places tensors in files that do not hold them: {some(absent)}. The index and the "
             "weight files are not of the same save: fetch them again."
         )
-    return shards
+    return where, shards
 
 
 def parse_json(path: Path) -> Any:

@@ -10,9 +10,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import CheckpointError, some
+from ..errors import CheckpointError
 from .base import Checkpoint
-from .files import CONFIG, PickleFile, SafetensorsFile, _gguf_hint, open_shards, parse_json, read_json, weight_format
+from .files import ADAPTER_CONFIG, CONFIG, _gguf_hint, open_weights, parse_json, read_json, weight_format
 
 # What a converted folder does not take over from its source, by name; everything else travels along unchanged: the
 # tokenizer in whatever files it has, generation_config.json, chat templates, licence, readme.
@@ -22,7 +22,7 @@ NOT_CARRIED: Mapping[str, tuple[str, ...]] = {
         *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data"),
         *("*.gguf", "*.ot", "*.npz", "*.index.json"),
     ),
-    "an adapter's config, which means nothing without its weights": ("adapter_config.json",),
+    "an adapter's config, which means nothing without its weights": (ADAPTER_CONFIG,),
     "code, which belongs to the other model class": ("*.py",),
     "hidden files, which belong to git or to a download": (".*",),
 }
@@ -33,22 +33,22 @@ CARRIED_FOLDERS = ("additional_chat_templates",)
 MODULES = "modules.json"
 
 
+def _adapter_hint(path: Path) -> str:
+    """What to do with a folder that holds an adapter alone."""
+    if not (path / ADAPTER_CONFIG).is_file():
+        return ""
+    base = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "the model that it was trained on"
+    return f" It holds an adapter alone: convert {base}, with this folder as adapter=… (--adapter)."
+
+
 class FolderCheckpoint(Checkpoint):
     """A folder as `save_pretrained` writes it: config.json beside one or several weight files."""
 
     def __init__(self, source: str, path: Path, *, allow_pickle: bool = False):
         config = read_json(path / CONFIG) if (path / CONFIG).is_file() else None
         if config is None:
-            raise CheckpointError(f"{path} has no {CONFIG}.{_gguf_hint(path)}")
-        layout = weight_format(path, allow_pickle)
-        single = path / layout.single
-        shards = {layout.single: layout.opens(single)} if single.is_file() else open_shards(path, layout)
-        self._holder: dict[str, SafetensorsFile | PickleFile] = {}
-        for file, shard in shards.items():
-            twice = [name for name in shard.tensors if name in self._holder]
-            if twice:
-                raise CheckpointError(f"{path / file} repeats tensors that another file holds: {some(twice)}.")
-            self._holder.update(dict.fromkeys(shard.tensors, shard))
+            raise CheckpointError(f"{path} has no {CONFIG}.{_gguf_hint(path)}{_adapter_hint(path)}")
+        self._holder = open_weights(path, weight_format(path, allow_pickle))
         super().__init__(source, path, config, {name: s.tensors[name] for name, s in self._holder.items()})
 
     def read(self, name: str) -> Tensor:

@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 # What a public tensor and its scales look like, given the shape in which its code is stored.
 Shapes = Callable[[Shape], tuple[Shape, Shape]]
 SETTINGS = "quantization_config"
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,20 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint with plain weights, if it is coded in a known way; else the checkpoint itself.
 
     Raises:
-        CheckpointError: naming the codes without scales, the scales without codes, and scales of a wrong shape.
+        CheckpointError: naming the codes without scales, the scales without codes, scales of a wrong shape, and 8-bit
+            floats of which nothing says how they are scaled.
     """
     settings = checkpoint.config.get(SETTINGS) or {}
     make = CODINGS.get(str(settings.get("quant_method")))
     coding = make(settings) if make is not None else None
-    return checkpoint if coding is None else QuantisedCheckpoint(checkpoint, coding)
+    plain = checkpoint if coding is None else QuantisedCheckpoint(checkpoint, coding)
+    if unscaled := [name for name, info in plain.tensors.items() if info.dtype in EIGHT_BITS]:
+        raise CheckpointError(
+            f"{checkpoint.path} holds 8-bit floats, and no {SETTINGS} that is known here says how they are scaled: "
+            f"{some(unscaled)}. Without their scales the numbers mean nothing. Convert from the checkpoint in bf16, or "
+            "from the one with its scales."
+        )
+    return plain
 
 
 class QuantisedCheckpoint(Checkpoint):
