@@ -220,7 +220,9 @@ def load(
     Args:
         source, family, revision, allow_pickle: as for `convert`.
         dtype: of the model; None: as the source's config.json says, or as its tensors are stored.
-        device_map, kwargs: as for `from_pretrained`.
+        device_map: as for `from_pretrained`.
+        kwargs: as for `from_pretrained`: those that name fields of the config replace what the source says, such as
+            `num_hidden_layers=2` for the first two layers alone.
 
     Returns:
         The `LlmArchModel`, `LlmArchForCausalLM`, … that the source's class is here, in evaluation mode and with the
@@ -228,13 +230,14 @@ def load(
     """
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
-    config = plan.config
-    config.dtype = config.dtype or usual_dtype(checkpoint)
+    dtype = resolve_dtype(dtype) or plan.config.dtype or usual_dtype(checkpoint)
+    config, kwargs = LlmArchConfig.from_dict(plan.config.to_dict(), return_unused_kwargs=True, **kwargs)
+    config.dtype = dtype
     model = model_class(plan).from_pretrained(
         None,
         config=config,
         state_dict=dict(plan.stream(checkpoint.read)),
-        dtype=resolve_dtype(dtype) or config.dtype,
+        dtype=dtype,
         device_map=device_map,
         **kwargs,
     )
@@ -355,7 +358,8 @@ def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype in (None, "auto"):
         return None
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    # Eight bits hold a weight only with a scale beside it.
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
         raise ConversionError(f"dtype={dtype!r} is no floating-point dtype: float32, bfloat16 and float16 are.")
     return found
 

@@ -16,8 +16,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .entries import Values
-from .errors import CheckpointError, ConversionError, NotExpressible, PlanError, UnsupportedField, some
-from .families import family_of
+from .errors import (
+    CheckpointError,
+    ConversionError,
+    NotExpressible,
+    PlanError,
+    UnknownFamily,
+    UnsupportedField,
+    some,
+)
+from .families import families, family_of
 from .relation import BASE, read_config, write_config
 from .rules import Family, Op, Shape, Side, Step
 
@@ -86,6 +94,7 @@ def plan(
     unknown = [name for name in given if name not in their_shapes and name not in dropped]
     missing = [name for name in their_shapes if name not in given]
     if unknown or missing:
+        refuse_wrapped(given)
         raise PlanError(
             f"The tensors on disk are not those of a {family.name!r} model with this config."
             + (f" No place for: {some(unknown)}." if unknown else "")
@@ -111,6 +120,33 @@ def plan(
     return Plan(family, draft.architecture, ours, foreign, steps, dropped, their_shapes, shapes, aside)
 
 
+# What training puts around a model -> the part of a tensor's name that tells, and how to take it off.
+WRAPPERS = {
+    "DataParallel or DistributedDataParallel": ("module.", "save the state_dict of `model.module`"),
+    "torch.compile": ("_orig_mod.", "save the state_dict of `model._orig_mod`"),
+    "PEFT": ("base_model.model.", "call `merge_and_unload` and save its result; an adapter alone goes in as --adapter"),
+    "FullyShardedDataParallel": ("_fsdp_wrapped_module.", "save a full state_dict under FSDP's own context"),
+    "activation checkpointing": ("_checkpoint_wrapped_module.", "save the model without it"),
+}
+
+
+def refuse_wrapped(names: Collection[str]) -> None:
+    """
+    Raises:
+        PlanError: the names are those of a model inside another module.
+    """
+    # Compiled, in parallel, of a model: the outermost first.
+    found = {
+        wrapper: advice
+        for wrapper, (part, advice) in WRAPPERS.items()
+        if any(name.startswith(part) or f".{part}" in name for name in names)
+    }
+    if found:
+        first = next(name for name in names if any(part in name for part, _ in WRAPPERS.values()))
+        advice = " ".join(f"Saved through {wrapper}: {advice}." for wrapper, advice in found.items())
+        raise PlanError(f"The tensors on disk have the names of a wrapped model, such as {first}. {advice}")
+
+
 def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) -> Plan:
     """The plan that gives a model of ours back as a checkpoint of a family, from our config alone.
 
@@ -124,6 +160,12 @@ def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) ->
         PlanError: naming tensors of our model for which the family has no rule.
     """
     origin = config.converted_from or {}
+    if family is None and "family" not in origin:
+        able = expressing(config)
+        raise UnknownFamily(
+            "This model was not converted from a family, so say which one to write with family=… (--family). "
+            + (f"These can express it: {', '.join(able)}." if able else "None of those here can express it.")
+        )
     family = family_of({"model_type": origin.get("family")}, family)
     architecture = our_class(family, config)
     foreign = write_config(family, config, architecture, variant_of(family, config, architecture))
@@ -133,6 +175,19 @@ def export_plan(config: LlmArchConfig, *, family: Family | str | None = None) ->
     steps = make_steps(family, config, skeleton, origin.get("spelling", {}), origin.get("tied_copies", ()))
     shapes = skeleton.shapes
     return Plan(family, architecture, config, foreign, steps, {}, prove(family, config, steps, shapes), shapes)
+
+
+def expressing(config: LlmArchConfig) -> list[str]:
+    """The families that can say all that a config of ours says."""
+
+    def can(name: str) -> bool:
+        try:
+            export_plan(config, family=name)
+        except ConversionError:
+            return False
+        return True
+
+    return list(filter(can, families()))
 
 
 def plan_of_ours(checkpoint: Checkpoint, family: Family | str | None = None) -> Plan:

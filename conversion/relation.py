@@ -181,11 +181,17 @@ def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> 
 
 
 def meaning(config: LlmArchConfig) -> Values:
+    from hf_llmarch.model.positions import attention_scale
+
     values = {f.name: getattr(config, f.name) for f in config.switches() if not f.metadata["switch"].inert}
     if config.position_encoding not in ("rope", "learned"):
         del values["max_position_embeddings"]  # the other encodings have no length
+    values["attention_scale"] = attention_scale(config, 0)
     if config.attention_kind == "mla":
         del values["head_dim"]  # it has widths of its own
+        values["latent_norm_eps"] = config.norm_eps if config.latent_norm_eps is None else config.latent_norm_eps
+    if config.n_group == 1:
+        values["n_group"] = values["topk_group"] = None  # a group of all experts is no group
     if config.topology == "encoder-decoder":
         # Whole, so that it does not matter what the source_stack says and what it leaves to the decoder.
         del values["source_stack"]

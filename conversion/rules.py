@@ -80,7 +80,7 @@ class Family:
         aliases: config keys of old releases, as {old: today's}.
         inert: config keys that transformers' code reads and that do not change what the family's models compute; those
             that it never reads are found by `reading.keys_read`.
-        native: the class that reads their config.json, where transformers has none.
+        native: what reads their config.json, where transformers has no class for it, or one that knows fewer names.
         container: turns an exported folder into the family's own kind of file.
         layers_ahead: config key that counts layers beyond the last, which predict tokens further ahead; drops number
             them with `{m}`.

@@ -23,6 +23,10 @@ NAMES = (
 )
 
 
+# What a `model_type` was called by code on the Hub, before transformers had a class for the same tensors.
+FORMER = {"RefinedWeb": "falcon", "RefinedWebModel": "falcon"}
+
+
 class Families(Mapping[str, Family]):
     """Every family by `model_type`; a family's file is imported when it is asked for."""
 
@@ -62,6 +66,7 @@ def family_of(config: Mapping[str, Any], family: Family | str | None = None) -> 
     if family is not None and not isinstance(family, str):
         return family
     known, name = families(), family or config.get("model_type")
+    name = FORMER.get(str(name), name)
     if name in known:
         return known[str(name)]
     close = difflib.get_close_matches(str(name), known, n=1)

@@ -10,6 +10,8 @@ from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, QKV, ROPE, TOKENS
 
 BLOCK = "transformer.h.{i}"
 _ROPE = ROPE[0]
+# Of `model_type` RefinedWeb and RefinedWebModel.
+OLD_NAMES = {"n_head": "num_attention_heads", "n_layer": "num_hidden_layers", "n_head_kv": "num_kv_heads"}
 
 
 def _block(native: Any) -> Values:
@@ -50,6 +52,15 @@ def _positions(native: Any) -> Values:
 def _positions_to_theirs(config: Any) -> Values:
     alibi = config.position_encoding == "alibi"
     return {"alibi": alibi, **({} if alibi else _ROPE.to_theirs(config))}
+
+
+def native(**values: Any) -> Any:
+    """transformers' config; the code on the Hub that came before it counted in other words."""
+    from transformers import FalconConfig
+
+    if "n_head_kv" in values:  # of 40B alone, and one of two layouts from the rest
+        values = {"new_decoder_architecture": True, **values}
+    return FalconConfig(**{OLD_NAMES.get(name, name): value for name, value in values.items()})
 
 
 def _two_norms(config: Any) -> bool:
@@ -99,4 +110,5 @@ FAMILY = Family(
         Drop(f"{BLOCK}.self_attention.rotary_emb.inv_freq", "RoPE table of older releases: follows from rope_theta")
     ],
     architectures={CAUSAL_LM: "FalconForCausalLM"},
+    native=native,
 )

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..entries import Const, Derived, Field
+from ..errors import UnsupportedField
 from ..rules import Family
 from .encoders import MODEL, named
 from .stacks import (
@@ -21,6 +22,8 @@ from .stacks import (
 
 def _after_padding(native: Any) -> dict[str, Any]:
     """Padding has the row of its own number, and texts begin at the next."""
+    if native.pad_token_id is None:
+        raise UnsupportedField("pad_token_id is None, and its positions are counted from the padding's row.")
     return {"position_offset": native.pad_token_id + 1}
 
 
