@@ -14,16 +14,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from .destination import write_json
 from .errors import CheckpointError, NotExpressible, some
+from .ops import rename
 from .plans import Plan, Skeleton, make_steps, skeleton_of
 from .rules import Shape, Side, Step
 from .sources.files import ADAPTER_CONFIG, PickleFile, SafetensorsFile, read_json
@@ -43,6 +46,24 @@ PARTS = (
 NO_SIZE = 2**31 - 1
 
 Tensors = dict[str, Tensor]
+
+# What PEFT does to a base weight as it opens an adapter, by `init_lora_weights`. It takes out a part of low rank, which
+# depends on the weight alone.
+BASE_PARTS = ("pissa", "olora")
+# Or it changes the weight in a way that no adapter can say. All other kinds leave the weight alone.
+UNSAID = {
+    "pissa_niter": "takes out a part that is drawn at random at each opening",
+    "corda": "takes out a part that depends on data the adapter does not hold",
+    "loftq": "quantises the weight, and so changes more than a low rank",
+}
+
+
+class Base(Protocol):
+    """The model of an adapter: a `Checkpoint`, of which this much is needed."""
+
+    @property
+    def tensors(self) -> Collection[str]: ...
+    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -134,8 +155,11 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Tensors, base: str) 
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
 
 
-def translate(adapter: Adapter, plan: Plan, to: Side) -> tuple[dict[str, Any], Tensors]:
+def translate(adapter: Adapter, plan: Plan, to: Side, base: Base) -> tuple[dict[str, Any], Tensors]:
     """The config and the tensors, under PEFT's names, of the same adapter for the other side of a plan's model.
+
+    Args:
+        base: the model that it was trained on, read where the adapter takes a part out of its weights.
 
     Raises:
         NotExpressible: naming the tensors that have no counterpart there.
@@ -143,7 +167,7 @@ def translate(adapter: Adapter, plan: Plan, to: Side) -> tuple[dict[str, Any], T
     """
     if adapter.config["peft_type"] in PROMPTS:
         return dict(adapter.config), dict(adapter.tensors)
-    return Translation(adapter, plan, to).result()
+    return Translation(adapter, plan, to, base).result()
 
 
 class Translation:
@@ -154,8 +178,8 @@ class Translation:
         steps: of the plan's model, with a step for a tied head as well: PEFT adapts it by itself.
     """
 
-    def __init__(self, adapter: Adapter, plan: Plan, to: Side):
-        self.adapter, self.model, self.to = adapter, plan.config, to
+    def __init__(self, adapter: Adapter, plan: Plan, to: Side, base: Base):
+        self.adapter, self.model, self.to, self.base = adapter, plan.config, to, base
         self.source: Side = "theirs" if to == "ours" else "ours"
         self.steps, self.shapes = naming(adapter, plan, self.source)
         self.maker = {name: step for step in self.steps for name in self.read(step)}
@@ -168,6 +192,8 @@ class Translation:
 
     def result(self) -> tuple[dict[str, Any], Tensors]:
         updates, whole = self.parse()
+        if self.changes_parts(updates):
+            updates = self.made_plain(updates)
         moved: dict[str, LowRank] = {}
         for step in self.steps_of(f"{module}.weight" for module in updates):
             moved |= self.move(step, updates)
@@ -177,6 +203,74 @@ class Translation:
             module, _, part = name.rpartition(".")
             tensors[f"{PREFIX}{module}.base_layer.{part}" if module in moved else PREFIX + name] = tensor
         return self.config(moved, full), tensors
+
+    def changes_parts(self, updates: Mapping[str, LowRank]) -> bool:
+        """Whether PEFT would take other parts out of the other side's weights than it takes out of these."""
+        if initialisation(self.adapter.config) not in (*BASE_PARTS, *UNSAID):
+            return False
+        steps = self.steps_of(f"{module}.weight" for module, update in updates.items() if not update.embedding)
+        return not all(self.keeps_parts(step) for step in steps)
+
+    def keeps_parts(self, step: Step) -> bool:
+        """Whether it takes the same part out of a step's weight on either side: rows in another order have the same
+        singular vectors and the same QR, but a part of a weight has others, and what PEFT does besides depends on
+        where each number stands."""
+        if step.op.name == rename.name:
+            return True
+        alone = len(step.theirs) == len(step.ours) == 1
+        kind = initialisation(self.adapter.config)
+        return alone and (kind == "pissa" or (kind == "olora" and not self.is_transposed(step)))
+
+    def made_plain(self, updates: Mapping[str, LowRank]) -> dict[str, LowRank]:
+        """The same numbers as adapters that leave the weights alone: what PEFT would take out of one is a part of
+        its update, which has twice the rank then.
+
+        Raises:
+            NotExpressible: what it takes out cannot be known, or is no low rank.
+        """
+        config = self.adapter.config
+        kind = initialisation(config)
+        if kind in UNSAID:
+            raise NotExpressible(
+                f"{self.adapter.path} was begun with init_lora_weights={config['init_lora_weights']!r}, which "
+                f"{UNSAID[kind]}; modules that are one on one side and several on the other cannot say that. Save it "
+                "with path_initial_model_for_weight_conversion, which makes a plain LoRA of it, or merge it into the "
+                "model (merge_and_unload), and convert that."
+            )
+        grown = math.sqrt(2) if config.get("use_rslora") else 2
+        # Both are PEFT's usual values, which patterns depart from.
+        plain = {"init_lora_weights": True, "r": 2 * config["r"], "lora_alpha": grown * config["lora_alpha"]}
+        self.adapter = replace(self.adapter, config={**config, **plain})
+        return {
+            module: update if update.embedding else self.with_part(module, update, grown, config)
+            for module, update in updates.items()
+        }
+
+    def with_part(self, module: str, update: LowRank, grown: float, config: Mapping[str, Any]) -> LowRank:
+        """An update and what PEFT takes out of the module's weight, together."""
+        turned = self.source == "theirs" and self.is_transposed(self.maker[f"{module}.weight"])
+        rows, columns = part_taken_out(self.weight(module), update, config, turned)
+        return replace(
+            update,
+            rows=torch.cat([update.rows.float(), -rows], dim=1),
+            columns=torch.cat([update.columns.float(), columns]),
+            alpha=update.alpha * grown,
+        )
+
+    def weight(self, module: str) -> Tensor:
+        """A module's weight. On disk, its name may lack the beginning that it has in memory, or have one more.
+
+        Raises:
+            NotExpressible: it is a copy of another module's.
+        """
+        name = f"{module}.weight"
+        held = [n for n in self.base.tensors if n == name or n.endswith(f".{name}") or name.endswith(f".{n}")]
+        if len(held) != 1:
+            raise NotExpressible(
+                f"{self.adapter.path} takes a part out of {name}, which the model does not hold as a tensor of its "
+                "own. Merge the adapter into the model (merge_and_unload), and convert that."
+            )
+        return self.base.read(held[0])
 
     def parse(self) -> tuple[dict[str, LowRank], Tensors]:
         """The updates by module, and the tensors that are whole: modules trained in full, and biases.
@@ -365,6 +459,47 @@ class Translation:
         """Those that are adapted, on the side that they come from."""
         found = (re.fullmatch(r"(.+)\.lora_(?:A\.weight|embedding_A)", name) for name in self.adapter.tensors)
         return {match[1] for match in found if match}
+
+
+def initialisation(config: Mapping[str, Any]) -> str:
+    """The kind of `init_lora_weights`, without the numbers that may follow its name."""
+    return re.sub(r"_niter_\d+$", "_niter", str(config.get("init_lora_weights")).lower())
+
+
+def part_taken_out(weight: Tensor, update: LowRank, config: Mapping[str, Any], turned: bool) -> tuple[Tensor, Tensor]:
+    """Rows `(out, rank)` and columns `(rank, in)` of what PEFT takes out of a weight as it opens an adapter, before it
+    multiplies them by the adapter's factor.
+
+    Args:
+        weight: `(out, in)`, or `(in, out)` where it is `turned`, as GPT-2's Conv1D has it.
+
+    Raises:
+        NotExpressible: PEFT cannot, or takes out something else.
+    """
+    out, into = weight.T.shape if turned else weight.shape
+    with torch.random.fork_rng():
+        layer = Conv1D(out, into) if turned else nn.Linear(into, out, bias=False)
+        layer.weight.data = weight.float().clone()
+        settings = {name: config[name] for name in ("init_lora_weights", "use_rslora") if name in config}
+        settings |= {"r": update.rank, "lora_alpha": update.alpha, "fan_in_fan_out": turned}
+        options = LoraConfig(target_modules=["0"], **settings)
+        try:
+            model: Any = get_peft_model(nn.Sequential(layer), options)
+        except (RuntimeError, ValueError) as error:
+            raise NotExpressible(f"PEFT itself cannot open this adapter: {error}") from error
+    wrapped = model.base_model.model[0]
+    taken = (weight.float() - wrapped.base_layer.weight.detach()) / wrapped.scaling["default"]
+    rows, columns = (part["default"].weight.detach() for part in (wrapped.lora_B, wrapped.lora_A))
+    if turned and taken.shape == (rows.shape[0], columns.shape[1]) and close(taken, rows @ columns):
+        return columns.T, rows.T  # OLoRA does not turn the weight first
+    if not close(taken.T if turned else taken, rows @ columns):
+        raise NotExpressible(f"PEFT takes something of a higher rank out of a weight of {tuple(weight.shape)}.")
+    return rows, columns
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Within the rounding of sums in fp32."""
+    return bool((found - expected).abs().max() <= 1e-4 * expected.abs().max())
 
 
 def naming(adapter: Adapter, plan: Plan, source: Side) -> tuple[tuple[Step, ...], dict[str, Shape]]:

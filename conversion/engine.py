@@ -96,7 +96,7 @@ def convert(
     config = plan.config
     config.dtype = cast or config.dtype or usual_dtype(checkpoint)
     config.converted_from = {**(config.converted_from or {}), **hub_state(checkpoint.path)}
-    write_adapter = beside(destination, adapter, plan, "ours", allow_pickle)
+    write_adapter = beside(destination, adapter, plan, "ours", checkpoint, allow_pickle)
 
     def write_config(folder: Path) -> None:
         write_adapter(folder)
@@ -168,7 +168,7 @@ def export(
         names = [name for name in ("dtype", "torch_dtype") if name in foreign] or ["dtype"]
         foreign.update(dict.fromkeys(names, str(cast).removeprefix("torch.")))
 
-    write_adapter = beside(destination, adapter, plan, "theirs")
+    write_adapter = beside(destination, adapter, plan, "theirs", checkpoint)
 
     def write_config(folder: Path) -> None:
         cards.give_back(checkpoint.path, folder)
@@ -192,7 +192,7 @@ def export(
 
 
 def beside(
-    destination: Source, adapter: Source | None, plan: Plan, to: Side, allow_pickle: bool = False
+    destination: Source, adapter: Source | None, plan: Plan, to: Side, base: Checkpoint, allow_pickle: bool = False
 ) -> Callable[[Path], None]:
     """What puts the adapter into a model's folder that will be called `destination`; it is translated at once, so that
     a refusal comes before anything is written."""
@@ -200,9 +200,9 @@ def beside(
         return lambda folder: None
     from . import adapter as adapters
 
-    config, tensors = adapters.translate(adapters.open_adapter(adapter, allow_pickle=allow_pickle), plan, to)
-    base = str(Path(destination).expanduser())
-    return lambda folder: adapters.write(folder / adapters.FOLDER, config, tensors, base)
+    config, tensors = adapters.translate(adapters.open_adapter(adapter, allow_pickle=allow_pickle), plan, to, base)
+    model = str(Path(destination).expanduser())
+    return lambda folder: adapters.write(folder / adapters.FOLDER, config, tensors, model)
 
 
 def load(

@@ -33,6 +33,7 @@ TOLERANCES = {
     "compile": 1e-5,  # the compiler fuses and reorders sums
     "absorbed": 1e-5,  # MLA: (q W_UK) c and q (W_UK c) are one number in exact arithmetic
     "merged": 1e-5,  # PEFT: (W + B A) x and W x + B (A x) are one number in exact arithmetic
+    "decomposed": 5e-5,  # PEFT: a singular value decomposition on either side, and (W - B A) x + B A x is W x
     "native": 1e-5,  # transformers' own class: fused projections, sums in another order
     "double": 5e-6,  # fp32 against float64: angles up to 128 carry an error of 128 * 2^-24
     "property": 2e-5,  # as "cache", over shapes and scales that nobody chose

@@ -65,13 +65,16 @@ class PickleFile:
         return self._state[name]
 
 
+WeightFile = SafetensorsFile | PickleFile
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """Names of the one weight file, or of the index to several, and what opens such a file."""
 
     single: str
     index: str
-    opens: Callable[[Path], SafetensorsFile | PickleFile]
+    opens: Callable[[Path], WeightFile]
 
     def is_in(self, folder: Path) -> bool:
         return any((folder / name).is_file() for name in (self.single, self.index))
@@ -102,7 +105,7 @@ def weight_format(path: Path, allow_pickle: bool) -> WeightFormat:
     return found[0]
 
 
-def open_weights(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile | PickleFile]:
+def open_weights(path: Path, layout: WeightFormat) -> dict[str, WeightFile]:
     """Open the weights of a folder: the name of each tensor, and the file to read it from.
 
     Where several files hold a tensor, the index decides: a later save may have put one beside an older.
@@ -111,8 +114,8 @@ def open_weights(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile 
         CheckpointError: a file is damaged or missing, or the index does not fit the files.
     """
     if (path / layout.single).is_file():
-        file = layout.opens(path / layout.single)
-        return dict.fromkeys(file.tensors, file)
+        only = layout.opens(path / layout.single)
+        return dict.fromkeys(only.tensors, only)
     where, shards = open_shards(path, layout)
     holder = {name: shards[file] for name, file in where.items()}
     for file, shard in shards.items():
@@ -122,12 +125,12 @@ def open_weights(path: Path, layout: WeightFormat) -> dict[str, SafetensorsFile 
                 f"{path / file} repeats tensors that another file holds, and {layout.index} names neither: "
                 f"{some(twice)}. Remove the older one, or name the right one there."
             )
-        holder |= dict.fromkeys(unlisted, shard)
+        holder.update(dict.fromkeys(unlisted, shard))
     # In the order of the files, which is the quickest to read.
     return {name: shard for shard in shards.values() for name in shard.tensors if holder[name] is shard}
 
 
-def open_shards(path: Path, layout: WeightFormat) -> tuple[dict[str, str], dict[str, SafetensorsFile | PickleFile]]:
+def open_shards(path: Path, layout: WeightFormat) -> tuple[dict[str, str], dict[str, WeightFile]]:
     """Open the files that the index names, and prove that they hold what it says.
 
     Returns:

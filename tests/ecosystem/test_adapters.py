@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from runpy import run_path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from hf_llmarch import LlmArchForCausalLM
 from hf_llmarch.cli.app import Exit, app
 from hf_llmarch.conversion import convert, export, families
+from hf_llmarch.conversion.adapter import BASE_PARTS, UNSAID, initialisation
 from hf_llmarch.conversion.certificate import AUTO_CLASSES
 from hf_llmarch.conversion.errors import ConversionError
 from tests import family_configs, test_encoders, test_seq2seq
@@ -185,6 +186,111 @@ def test_trained_here(case: str, options: dict[str, Any], tmp_path: Path) -> Non
         {"gpt2": "c_attn", "phi3": "qkv_proj"}.get(case, "query_key_value")
     }
     assert_close(logits(back), expected, "native")
+
+
+def opened(native: PreTrainedModel, folder: Path, adapter: Path) -> Any:
+    """What a user of the original gets: transformers' own class from disk, under the adapter as PEFT opens it."""
+    return PeftModel.from_pretrained(type(native).from_pretrained(folder), adapter).eval()
+
+
+def through_our_format(case: str, tmp_path: Path, config: LoraConfig) -> dict[str, Any]:
+    """Our adapter's config, after the logits of the opened adapter were found equal here and back there."""
+    native = original(case)
+    native.save_pretrained(tmp_path / "native")
+    before = logits(native)
+    adapt(native, tmp_path / "adapter", config)
+    expected = logits(opened(native, tmp_path / "native", tmp_path / "adapter"))
+    assert differs(expected, before)
+    convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / "adapter", progress=False)
+    assert_close(logits(reopened(tmp_path / "ours")), expected, "decomposed")
+    export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
+    assert_close(logits(opened(native, tmp_path / "back", tmp_path / "back/adapter")), expected, "decomposed")
+    return json.loads((tmp_path / "ours/adapter/adapter_config.json").read_text())
+
+
+TAKEN_OUT = ("pissa", "olora")
+# PEFT's OLoRA does not turn the weight of GPT-2's Conv1D, so that it opens square ones alone.
+CANNOT = {("gpt2", "olora"), ("openai-gpt", "olora")}
+FUSED = ("phi3", "gpt_neox", "falcon", "falcon-new", "bloom", "gpt2", "mpt", "gptj", "llama")
+
+
+@pytest.mark.shows("PEFT", "PiSSA and OLoRA, which take a part out of the weights, converted and back", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TAKEN_OUT)
+@pytest.mark.parametrize("case", FUSED)
+def test_a_part_taken_out_of_the_weights(case: str, kind: str, tmp_path: Path) -> None:
+    square = {"target_modules": r".*attn\.c_proj"} if (case, kind) in CANNOT else {"target_modules": "all-linear"}
+    config = through_our_format(case, tmp_path, LoraConfig(r=3, lora_alpha=7, init_lora_weights=kind, **square))
+    # As it was where every weight is whole on both sides, a plain LoRA of twice the rank elsewhere.
+    moved = case not in ("gptj", "llama")
+    assert (config["init_lora_weights"], config["r"]) == ((True, 6) if moved else (kind, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TAKEN_OUT)
+@pytest.mark.parametrize("case", DENSE)
+def test_a_part_taken_out_in_every_family(case: str, kind: str, tmp_path: Path) -> None:
+    if not any(case == name or case.startswith(f"{name}-") for name, unsaid in CANNOT if unsaid == kind):
+        through_our_format(case, tmp_path, LoraConfig(r=3, init_lora_weights=kind, target_modules="all-linear"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"qkv_proj": 5}}], ids=str
+)
+def test_a_part_taken_out_with(options: dict[str, Any], tmp_path: Path) -> None:
+    modules = ["qkv_proj", "gate_up_proj", "down_proj", "embed_tokens"]
+    options |= {"target_modules": modules[:3] if "use_dora" in options else modules}
+    through_our_format("phi3", tmp_path, LoraConfig(r=3, lora_alpha=7, init_lora_weights="pissa", **options))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TAKEN_OUT)
+@pytest.mark.parametrize("case", ["gpt2", "phi3", "falcon-new"])
+def test_a_part_taken_out_here(case: str, kind: str, tmp_path: Path) -> None:
+    native = original(case)
+    native.save_pretrained(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "ours", progress=False)
+    config = LoraConfig(r=3, lora_alpha=5, init_lora_weights=kind, target_modules=["q_proj", "v_proj", "o_proj"])
+    adapt(LlmArchForCausalLM.from_pretrained(tmp_path / "ours"), tmp_path / "adapter", config)
+    expected = logits(reopened(tmp_path / "ours", tmp_path / "adapter"))
+    export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "adapter", progress=False)
+    assert_close(logits(opened(native, tmp_path / "back", tmp_path / "back/adapter")), expected, "decomposed")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["pissa_niter_4", "corda", "loftq"])
+def test_a_change_of_the_weights_that_no_adapter_can_say_is_refused(kind: str, tmp_path: Path) -> None:
+    for case, modules in (("phi3", ["qkv_proj"]), ("llama", ["q_proj"])):
+        folder = tmp_path / case
+        native = original(case)
+        native.save_pretrained(folder / "native")
+        adapt(native, folder / "adapter", LoraConfig(r=3, target_modules=modules))
+        path = folder / "adapter/adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": kind}))
+    with pytest.raises(ConversionError, match=rf"init_lora_weights='{kind}'.*merge_and_unload"):
+        convert(tmp_path / "phi3/native", tmp_path / "ours", adapter=tmp_path / "phi3/adapter", progress=False)
+    # The same weights on both sides: PEFT does here what it does there.
+    convert(tmp_path / "llama/native", tmp_path / "ours", adapter=tmp_path / "llama/adapter", progress=False)
+    assert_same_bytes(tmp_path / "ours/adapter", tmp_path / "llama/adapter")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_kinds_that_change_the_weights_are_those_that_the_installed_peft_changes() -> None:
+    hints = get_args(get_type_hints(LoraConfig)["init_lora_weights"])
+    kinds = [kind for hint in hints for kind in get_args(hint) if isinstance(kind, str)]
+    assert len(kinds) >= 8
+    for kind in [True, "lora_ga", *(kind.replace("[number of iters]", "4") for kind in kinds)]:
+        layer = nn.Linear(12, 10, bias=False)
+        weight = layer.weight.detach().clone()
+        try:
+            options = LoraConfig(r=4, target_modules=["0"], init_lora_weights=kind)
+            model: Any = get_peft_model(nn.Sequential(layer), options)
+            changes = not torch.equal(model.base_model.model[0].base_layer.weight, weight)
+        except (ValueError, ImportError):  # wants data, or another package
+            changes = True
+        assert changes == (initialisation({"init_lora_weights": kind}) in {*BASE_PARTS, *UNSAID}), kind
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
