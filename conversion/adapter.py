@@ -140,7 +140,17 @@ def open_adapter(source: Any, *, allow_pickle: bool = False) -> Adapter:
         raise CheckpointError(
             f"{path} has no {ADAPTER_WEIGHTS}. A {ADAPTER_PICKLE} is read with allow_pickle=True (--allow-pickle)."
         )
-    return Adapter(path, config, {name.removeprefix(PREFIX): file.read(name) for name in file.tensors})
+    return Adapter(path, config, {name: file.read(stored) for name, stored in trained(file.tensors).items()})
+
+
+def trained(names: Collection[str]) -> dict[str, str]:
+    """The tensors to read, by name without PEFT's prefix.
+
+    Of a module that is trained in full, PEFT can save the trained copy twice and the untrained one beside it; it does so
+    with embeddings that were given new tokens. The untrained one is the model's own.
+    """
+    found = {name.removeprefix(PREFIX): name for name in names if ".original_module." not in name}
+    return {name.replace(".modules_to_save.", "."): stored for name, stored in found.items()}
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Tensors, base: str) -> None:

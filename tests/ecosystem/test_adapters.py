@@ -293,6 +293,33 @@ def test_the_kinds_that_change_the_weights_are_those_that_the_installed_peft_cha
         assert changes == (initialisation({"init_lora_weights": kind}) in {*BASE_PARTS, *UNSAID}), kind
 
 
+@pytest.mark.shows("PEFT", "LoRA with new tokens (embedding and head trained in full), converted and back", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", ["llama", "llama-biases-tied", "phi3", "gpt2", "falcon-new", "cohere"])
+def test_new_tokens(case: str, tmp_path: Path) -> None:
+    native = original(case)
+    native.save_pretrained(tmp_path / "native")
+    native.resize_token_embeddings(103, mean_resizing=False)
+    embedding = next(name for name, module in native.named_modules() if isinstance(module, nn.Embedding))
+    modules = [embedding.rpartition(".")[2], "lm_head"]
+    config = LoraConfig(r=3, target_modules="all-linear", exclude_modules=["lm_head"], modules_to_save=modules)
+    # As PEFT does by itself where it sees that the vocabulary has grown.
+    adapt(native, tmp_path / "adapter", config).save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    assert any(".original_module." in name for name in tensors(tmp_path / "adapter"))
+
+    def resized(model: Any, adapter: Path) -> Any:
+        model.resize_token_embeddings(103, mean_resizing=False)
+        return PeftModel.from_pretrained(model, adapter).eval()
+
+    expected = logits(resized(type(native).from_pretrained(tmp_path / "native"), tmp_path / "adapter"))
+    convert(tmp_path / "native", tmp_path / "ours", adapter=tmp_path / "adapter", progress=False)
+    ours = LlmArchForCausalLM.from_pretrained(tmp_path / "ours")
+    assert_close(logits(resized(ours, tmp_path / "ours/adapter")), expected, "native")
+    export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
+    back = resized(type(native).from_pretrained(tmp_path / "back"), tmp_path / "back/adapter")
+    assert_close(logits(back), expected, "native")
+
+
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "another kind": ("gpt2", IA3Config(target_modules=["c_attn"], feedforward_modules=[]), "IA3"),
     "packed experts": ("mixtral", LoraConfig(target_parameters=["mlp.experts.gate_up_proj"]), "mlp.experts.lora_A"),
