@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_config, get_peft_model
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -29,9 +29,8 @@ from .errors import CheckpointError, NotExpressible, some
 from .ops import rename
 from .plans import Plan, Skeleton, make_steps, skeleton_of
 from .rules import Shape, Side, Step
-from .sources.files import ADAPTER_CONFIG, PickleFile, SafetensorsFile, read_json
+from .sources.files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, PickleFile, SafetensorsFile, read_json
 
-ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 # Where it stands beside a model. Not in its folder: transformers would load it unasked.
 FOLDER = "adapter"
 PREFIX = "base_model.model."
@@ -146,11 +145,18 @@ def open_adapter(source: Any, *, allow_pickle: bool = False) -> Adapter:
 def trained(names: Collection[str]) -> dict[str, str]:
     """The tensors to read, by name without PEFT's prefix.
 
-    Of a module that is trained in full, PEFT can save the trained copy twice and the untrained one beside it; it does so
-    with embeddings that were given new tokens. The untrained one is the model's own.
+    Of a module that is trained in full, PEFT can save the trained copy twice and the untrained one beside it; it does
+    so with embeddings that were given new tokens. The untrained one is the model's own.
     """
     found = {name.removeprefix(PREFIX): name for name in names if ".original_module." not in name}
     return {name.replace(".modules_to_save.", "."): stored for name, stored in found.items()}
+
+
+def attach(model: Any, adapter: Adapter, plan: Plan, base: Base) -> None:
+    """Put an adapter of a foreign model onto the model of ours, as transformers does it by itself."""
+    config, tensors = translate(adapter, plan, "ours", base)
+    model.load_adapter(peft_config=get_peft_config(config), adapter_state_dict=tensors)
+    model.eval()
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Tensors, base: str) -> None:

@@ -79,6 +79,11 @@ def compare(
     native = load_model(native_class(export), original)
     say("loading the converted model")
     model = load_model(model_class(export), converted)
+    if getattr(native, "_hf_peft_config_loaded", False):
+        from .adapter import FOLDER
+
+        # transformers has opened the adapter beside the original's weights as well.
+        model.load_adapter(str(converted.path / FOLDER))
 
     new_tokens = new_tokens if model.can_generate() else 0
     ids, mask = prompts(tokens, export.config, new_tokens)

@@ -29,7 +29,7 @@ from .reports import Report
 from .rules import Side
 from .sources import open_checkpoint
 from .sources.base import Checkpoint, TensorInfo
-from .sources.files import CONFIG, GENERATION_CONFIG
+from .sources.files import CONFIG, GENERATION_CONFIG, has_adapter
 from .sources.hub import hub_state
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def convert(
     Args:
         source: a local folder, a `.gguf` file, or a Hub id.
         adapter: a LoRA adapter of the source, as PEFT saves it: a folder or a Hub id. It goes into the destination's
-            folder `adapter`, for `PeftModel.from_pretrained(model, destination, subfolder="adapter")`.
+            folder `adapter`, for `PeftModel.from_pretrained(model, destination, subfolder="adapter")`. By default the
+            one that lies beside the source's weights, if one does.
         destination: a folder that is empty or not there yet. It appears when it is complete, never half-written.
         family: how to read the source; by default its `model_type` says.
         dtype: cast floating-point tensors to it. The result is then no longer byte-exact, and the report says so.
@@ -93,6 +94,7 @@ def convert(
     cast = resolve_dtype(dtype)
     checkpoint = open_foreign(source, revision, allow_pickle)
     plan = make_plan(checkpoint.config, checkpoint.shapes, family=family)
+    adapter = the_adapter(checkpoint, adapter)
     config = plan.config
     config.dtype = cast or config.dtype or usual_dtype(checkpoint)
     config.converted_from = {**(config.converted_from or {}), **hub_state(checkpoint.path)}
@@ -191,6 +193,22 @@ def export(
     )
 
 
+def the_adapter(checkpoint: Checkpoint, given: Source | None) -> Source | None:
+    """The adapter that was named, or the one beside a model's weights.
+
+    Raises:
+        ConversionError: there are both.
+    """
+    if not has_adapter(checkpoint.path):
+        return given
+    if given is not None:
+        raise ConversionError(
+            f"{checkpoint.path} holds an adapter beside its weights, and {given} is another: one model takes one. Move the "
+            "adapter files that you do not want out of the folder."
+        )
+    return checkpoint.path
+
+
 def beside(
     destination: Source, adapter: Source | None, plan: Plan, to: Side, base: Checkpoint, allow_pickle: bool = False
 ) -> Callable[[Path], None]:
@@ -241,6 +259,10 @@ def load(
         device_map=device_map,
         **kwargs,
     )
+    if (adapter := the_adapter(checkpoint, None)) is not None:
+        from . import adapter as adapters
+
+        adapters.attach(model, adapters.open_adapter(adapter, allow_pickle=allow_pickle), plan, checkpoint)
     generation = generation_config(checkpoint)
     if model.can_generate() and generation is not None:
         model.generation_config = generation

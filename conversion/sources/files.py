@@ -20,6 +20,7 @@ CONFIG = "config.json"
 
 # Of PEFT.
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -158,6 +159,12 @@ def open_shards(path: Path, layout: WeightFormat) -> tuple[dict[str, str], dict[
             "weight files are not of the same save: fetch them again."
         )
     return where, shards
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether an adapter lies in a folder; beside a model's weights, transformers opens both together."""
+    weights = any((folder / name).is_file() for name in (ADAPTER_WEIGHTS, ADAPTER_PICKLE))
+    return weights and (folder / ADAPTER_CONFIG).is_file()
 
 
 def parse_json(path: Path) -> Any:

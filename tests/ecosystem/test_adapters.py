@@ -1,6 +1,7 @@
 """Adapters that were trained on an original convert along with it, and go back: the same logits, the same bytes."""
 
 import json
+import shutil
 from pathlib import Path
 from runpy import run_path
 from typing import Any, get_args, get_type_hints
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from hf_llmarch import LlmArchForCausalLM
 from hf_llmarch.cli.app import Exit, app
-from hf_llmarch.conversion import convert, export, families
+from hf_llmarch.conversion import convert, export, families, load
 from hf_llmarch.conversion.adapter import BASE_PARTS, UNSAID, initialisation
 from hf_llmarch.conversion.certificate import AUTO_CLASSES
 from hf_llmarch.conversion.errors import ConversionError
@@ -318,6 +319,37 @@ def test_new_tokens(case: str, tmp_path: Path) -> None:
     export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
     back = resized(type(native).from_pretrained(tmp_path / "back"), tmp_path / "back/adapter")
     assert_close(logits(back), expected, "native")
+
+
+@pytest.mark.shows("PEFT", "An adapter beside a model's weights, which transformers opens unasked", "peft")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [True, "pissa"])
+@pytest.mark.parametrize("case", ["llama", "phi3", "gpt2", "bert"])
+def test_beside_the_weights(case: str, kind: Any, tmp_path: Path) -> None:
+    native = original(case)
+    native.save_pretrained(tmp_path / "native")
+    plain = logits(native)
+    config = LoraConfig(r=3, target_modules="all-linear", exclude_modules=["lm_head"], init_lora_weights=kind)
+    adapt(native, tmp_path / "adapter", config)
+    for file in (tmp_path / "adapter").glob("adapter_*"):
+        shutil.copy(file, tmp_path / "native")
+    expected = logits(type(native).from_pretrained(tmp_path / "native").eval())
+    assert differs(expected, plain)
+    assert_close(logits(load(tmp_path / "native")), expected, "decomposed")
+    report = convert(tmp_path / "native", tmp_path / "ours", verify=kind is True, progress=False)
+    assert "adapter/adapter_model.safetensors" in report.files
+    assert report.certificate is None or report.certificate.ok
+    assert_close(logits(reopened(tmp_path / "ours")), expected, "decomposed")
+    with pytest.raises(ConversionError, match="one model takes one"):
+        convert(tmp_path / "native", tmp_path / "other", adapter=tmp_path / "adapter", progress=False)
+
+
+def test_an_adapter_alone_says_what_to_convert(tmp_path: Path) -> None:
+    adapt(original("llama"), tmp_path / "adapter", LoraConfig(r=3))
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": "owner/base"}))
+    with pytest.raises(ConversionError, match=r"adapter alone: convert owner/base.*--adapter"):
+        convert(tmp_path / "adapter", tmp_path / "ours", progress=False)
 
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
