@@ -214,7 +214,7 @@ def summary(base_model: str | None, origin: dict[str, Any], report: Report | Non
         return text
     if report.byte_exact:
         return text + " No number was changed: `hf-llmarch export` gives the original's tensors back byte for byte."
-    return text + " Its numbers were cast to another dtype, or dequantised."
+    return f"{text} Its numbers: {report.numbers}."
 
 
 def usage(checkpoint: Checkpoint, config: LlmArchConfig, name: str) -> str:

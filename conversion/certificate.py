@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -84,6 +85,10 @@ def compare(
 
         # transformers has opened the adapter beside the original's weights as well.
         model.load_adapter(str(converted.path / FOLDER))
+    exported = exported_dtypes(export, converted)
+    cast = cast_to(original, exported)
+    if cast is not None:
+        round_weights(native, {**original.dtypes, **exported}, cast)
 
     new_tokens = new_tokens if model.can_generate() else 0
     ids, mask = prompts(tokens, export.config, new_tokens)
@@ -102,11 +107,12 @@ def compare(
     say("exporting in memory and comparing bytes")
     # What transformers makes of a GGUF is in its model only; a folder's bytes are on disk.
     loaded = native.state_dict() if "gguf_file" in original.native_kwargs else {}
-    expected_digests = {
-        name: digest(loaded[name] if name in loaded else original.read(name))
-        for name in sorted(original.names)
-        if name not in dropped
-    }
+
+    def expected_tensor(name: str) -> Tensor:
+        tensor = loaded[name] if name in loaded else original.read(name)
+        return tensor.to(exported.get(name, tensor.dtype))
+
+    expected_digests = {name: digest(expected_tensor(name)) for name in sorted(original.names) if name not in dropped}
     found_digests = {name: digest(tensor) for name, tensor in export.stream(converted.read, to="theirs")}
     different = [
         name
@@ -133,7 +139,40 @@ def compare(
         sha256=whole.hexdigest(),
         tolerance=TOLERANCE,
         versions={"transformers": transformers.__version__, "torch": torch.__version__},
+        made=original.made,
+        cast=None if cast is None else str(cast).removeprefix("torch."),
     )
+
+
+def exported_dtypes(export: Plan, converted: Checkpoint) -> dict[str, torch.dtype]:
+    """The dtype of every tensor that an export writes."""
+
+    def on_meta(name: str) -> Tensor:
+        return torch.empty(converted.shapes[name], dtype=converted.dtypes[name], device="meta")
+
+    return {name: tensor.dtype for name, tensor in export.stream(on_meta, to="theirs")}
+
+
+def cast_to(original: Checkpoint, exported: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """The dtype that a conversion has cast the most tensors to; None: all are as the original stores them."""
+    casts = Counter(dtype for name, dtype in exported.items() if original.dtypes.get(name, dtype) != dtype)
+    return max(casts, key=casts.__getitem__, default=None)
+
+
+@torch.no_grad()
+def round_weights(native: Any, stored: Mapping[str, torch.dtype], cast: torch.dtype) -> None:
+    """Cast the weights of a model in float32 as the conversion cast them, and back.
+
+    Those that transformers' class holds under another name than the file, such as packed experts, were all cast.
+
+    Args:
+        stored: the dtype of each tensor after the cast, and of those that were left out.
+    """
+    for module_name, module in native.named_modules():
+        for name, parameter in module.named_parameters(module_name, recurse=False):
+            # A table that the module makes itself, of sinusoids, is not on disk, and is no less exact in ours.
+            if name in stored or not hasattr(module, "create_weight"):
+                parameter.copy_(parameter.to(stored.get(name, cast)))
 
 
 def native_class(export: Plan) -> Any:

@@ -203,8 +203,8 @@ def the_adapter(checkpoint: Checkpoint, given: Source | None) -> Source | None:
         return given
     if given is not None:
         raise ConversionError(
-            f"{checkpoint.path} holds an adapter beside its weights, and {given} is another: one model takes one. Move the "
-            "adapter files that you do not want out of the folder."
+            f"{checkpoint.path} holds an adapter beside its weights, and {given} is another: one model takes one. Move "
+            "the adapter files that you do not want out of the folder."
         )
     return checkpoint.path
 
@@ -314,7 +314,7 @@ def carry(
     """Run a plan from a checkpoint into a new folder."""
     target = Path(destination).expanduser()
     layout = written_layout(plan, checkpoint.dtypes, to, cast)
-    exact = checkpoint.exact and layout == written_layout(plan, checkpoint.dtypes, to, None)
+    changed = layout != written_layout(plan, checkpoint.dtypes, to, None)
     aside = to_keep(checkpoint, plan) if to == "ours" else kept(checkpoint, plan)
     beside, among = (aside.tensors, {}) if to == "ours" else ({}, aside.tensors)
     layout |= among
@@ -339,7 +339,9 @@ def carry(
         seconds=seconds,
         megabytes_per_second=size / 1e6 / seconds,
         peak_rss_bytes=peak_rss_bytes(),
-        byte_exact=exact,
+        byte_exact=not checkpoint.made and not changed,
+        made=checkpoint.made,
+        cast=str(cast).removeprefix("torch.") if changed else None,
         dropped=dict(plan.dropped),
         files=tuple(sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())),
     )

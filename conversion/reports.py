@@ -11,6 +11,11 @@ from .errors import ConversionError, some
 TOLERANCE = 1e-5  # of the spread: float32 has 6e-8, and sums over a few thousand channels lose about two digits
 
 
+def numbers_in_words(made: str, cast: str | None) -> str:
+    """How numbers differ from those on disk; empty where they do not."""
+    return ", ".join(part for part in (made, f"cast to {cast}" if cast else "") if part)
+
+
 @dataclass(frozen=True)
 class Certificate:
     """What `verify` measured.
@@ -33,6 +38,9 @@ class Certificate:
         sha256: over name, dtype, shape and bytes of the original's tensors in the order of their names.
         tolerance: bound on relative differences.
         versions: of the libraries that computed this.
+        made: how the original's numbers came about that are not on disk; empty where all are.
+        cast: the dtype that ours were cast to, and the original's with them before the two were compared; None: as
+            stored.
     """
 
     original: str
@@ -53,6 +61,8 @@ class Certificate:
     sha256: str
     tolerance: float
     versions: dict[str, str]
+    made: str = ""
+    cast: str | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -63,9 +73,15 @@ class Certificate:
             ),
             f"hidden states differ from layer {self.first_divergent_layer} on": self.first_divergent_layer is None,
             "greedy tokens differ": self.greedy_equal,
-            f"tensors do not come back byte for byte: {some(self.tensors_different)}": not self.tensors_different,
+            f"tensors are not {self.as_expected}: {some(self.tensors_different)}": not self.tensors_different,
         }
         return tuple(problem for problem, fine in checks.items() if not fine)
+
+    @property
+    def as_expected(self) -> str:
+        """What each tensor is to be on the way back."""
+        words = numbers_in_words(self.made, self.cast)
+        return f"the original's, {words}" if words else "the original's, byte for byte"
 
     @property
     def ok(self) -> bool:
@@ -76,15 +92,16 @@ class Certificate:
         """What was measured, in words. Where the two models lie on a disk is not among it."""
         return {
             "logits": f"differ by at most {self.max_logit_difference:.1e}, {self.relative_logit_difference:.1e} of "
-            f"their spread (bound {self.tolerance:.0e}), over {self.prompt_tokens:,} tokens in fp32",
+            f"their spread (bound {self.tolerance:.0e}), over {self.prompt_tokens:,} tokens in fp32"
+            + (f", both with weights cast to {self.cast}" if self.cast else ""),
             "hidden states": "equal within that bound in every layer"
             if self.first_divergent_layer is None
             else f"differ from layer {self.first_divergent_layer} on",
             "most likely token": f"the same at {self.argmax_agreement:.2%} of positions",
             "greedy tokens": f"{self.prompts} x {self.new_tokens} generated with a cache: "
             + ("equal" if self.greedy_equal else "different"),
-            "bytes": f"{self.tensors - len(self.tensors_different):,} of {self.tensors:,} tensors come back byte for "
-            f"byte{f', {self.dropped} left out on purpose' if self.dropped else ''}",
+            "bytes": f"{self.tensors - len(self.tensors_different):,} of {self.tensors:,} tensors come back as "
+            f"{self.as_expected}{f', {self.dropped} left out on purpose' if self.dropped else ''}",
             "sha256": self.sha256,
             "computed with": ", ".join(f"{name} {version}" for name, version in self.versions.items()),
         }
@@ -119,7 +136,10 @@ class Report:
         megabytes_per_second: bytes written / 1e6 / seconds.
         peak_rss_bytes: the process's largest resident memory so far, pages of mapped source files included; None where
             the system does not tell.
-        byte_exact: no number was changed; False after a cast to another dtype.
+        byte_exact: no number was changed; False after a cast to another dtype, and where numbers were made that are
+            not on disk.
+        made: how these came about; empty where there are none.
+        cast: the dtype that tensors were cast to; None where none was.
         dropped: tensors of the source that were left out, and why that is safe.
         files: names of all files in the destination.
         certificate: of the verification, if one was asked for.
@@ -137,6 +157,13 @@ class Report:
     dropped: dict[str, str]
     files: tuple[str, ...]
     certificate: Certificate | None = None
+    made: str = ""
+    cast: str | None = None
+
+    @property
+    def numbers(self) -> str:
+        """What became of the source's numbers, in words."""
+        return numbers_in_words(self.made, self.cast) or "unchanged"
 
     def to_dict(self) -> dict[str, Any]:
         """The report in JSON's own types."""

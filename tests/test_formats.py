@@ -11,17 +11,28 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_llmarch import LlmArchConfig
-from hf_llmarch.conversion import convert, export, export_plan, families, load, plan
+from hf_llmarch.cli.app import certificate_view, report_view
+from hf_llmarch.conversion import convert, export, export_plan, families, load, plan, verify
 from hf_llmarch.conversion.errors import CheckpointError, ConversionError, NotExpressible, PlanError, UnknownFamily
 from hf_llmarch.conversion.plans import WRAPPERS
 from hf_llmarch.conversion.preserved import Aside, true_config
 from hf_llmarch.conversion.sources import open_checkpoint
 from tests import family_configs, test_encoders, test_seq2seq
-from tests.test_conversion import assert_same_bytes, config_of, edit_json, logits, native, tensors
+from tests.test_conversion import (
+    GGUF_SIZES,
+    assert_same_bytes,
+    config_of,
+    edit_json,
+    logits,
+    native,
+    tensors,
+    write_gguf,
+)
 from tests.tiny import MLA, MOE, assert_close, redraw, tiny_config
 
 CASES = {**family_configs.CASES, **test_encoders.CASES, **test_seq2seq.CASES}
@@ -111,6 +122,63 @@ def test_all_that_a_native_class_saves_comes_back(case: str, tmp_path: Path) -> 
     checkpoint = open_checkpoint(tmp_path)
     proven = plan(checkpoint.config, checkpoint.shapes)
     assert {*proven.their_shapes, *proven.aside} == {*checkpoint.names}
+
+
+CAST = ["llama", "llama-biases-tied", "gpt2", "phi3", "mixtral", "deepseek_v3", "bert", "roformer", "t5", "marian"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CAST)
+def test_a_cast_is_certified_against_the_original_cast_alike(case: str, dtype: str, tmp_path: Path) -> None:
+    saved(tmp_path / "source", case)
+    report = convert(tmp_path / "source", tmp_path / "ours", dtype=dtype, verify=True, progress=False)
+    certificate = report.certificate
+    assert certificate is not None
+    assert certificate.ok, certificate.problems
+    # As strict as without a cast: rounding the weights alone would be seen.
+    assert (certificate.cast, certificate.tolerance) == (dtype, 1e-5)
+    assert f"cast to {dtype}" in certificate.facts["bytes"]
+    assert report.numbers == f"cast to {dtype}"
+    card = (tmp_path / "ours/README.md").read_text()
+    assert f"Its numbers: cast to {dtype}." in card
+    assert "byte for byte" not in card
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_change_beside_a_cast_is_found(tmp_path: Path) -> None:
+    saved(tmp_path / "source", "llama")
+    convert(tmp_path / "source", tmp_path / "ours", dtype="bfloat16", progress=False)
+    held, name = tensors(tmp_path / "ours"), "model.layers.1.mlp.up_proj.weight"
+    held[name].view(torch.int16)[0, 0] ^= 1
+    save_file(held, tmp_path / "ours/model.safetensors", metadata={"format": "pt"})
+    certificate = verify(tmp_path / "source", tmp_path / "ours", progress=False)
+    assert not certificate.ok
+    assert certificate.tensors_different == (name,)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_gguf_is_said_to_be_dequantised(dtype: str | None, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", native(**GGUF_SIZES, tie_word_embeddings=True))
+    report = convert(path, tmp_path / "ours", dtype=dtype, verify=True, progress=False)
+    certificate = report.certificate
+    assert certificate is not None
+    assert certificate.ok, certificate.problems
+    assert not report.byte_exact
+    said = "dequantised; equal to what transformers dequantises" + (f", cast to {dtype}" if dtype else "")
+    shown = Console(record=True, width=400)
+    shown.print(report_view(report), certificate_view(certificate))
+    for text in (report.numbers, certificate.facts["bytes"], (tmp_path / "ours/README.md").read_text()):
+        assert said in text
+    for text in (shown.export_text(), (tmp_path / "ours/README.md").read_text()):
+        assert "byte for byte" not in text
+    # And so it is: the same bits as in a model that transformers loads from the file.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
+    export(tmp_path / "ours", tmp_path / "back", progress=False)
+    held = tensors(tmp_path / "back")
+    assert len(held) == len(loaded) - 1  # the head is tied
+    assert all(torch.equal(tensor, loaded[name].to(tensor.dtype)) for name, tensor in held.items())
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

@@ -50,10 +50,10 @@ class Checkpoint(ABC):
         path: the folder or file it is read from.
         config: the foreign (or our) config.json as a dict.
         tensors: name -> shape and dtype, in the order of the files.
-        exact: what `read` returns is what is on disk, bit for bit.
+        made: how the numbers that `read` returns came about; empty where they are on disk, bit for bit.
     """
 
-    exact = True
+    made = ""
 
     def __init__(self, source: str, path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]):
         self.source = source

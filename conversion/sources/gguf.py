@@ -42,6 +42,8 @@ LOADING_ARGUMENTS = ("is_local", "local_files_only")
 class GgufCheckpoint(Checkpoint):
     """A `.gguf` file; `read` dequantises to float32 and undoes llama.cpp's reordering of query and key rows."""
 
+    made = "dequantised; equal to what transformers dequantises"
+
     def __init__(self, source: str, path: Path):
         try:
             self._reader = GGUFReader(path)

@@ -114,13 +114,9 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class QuantisedCheckpoint(Checkpoint):
-    """Another checkpoint's tensors, with codes and scales put together.
+    """Another checkpoint's tensors, with codes and scales put together."""
 
-    Attributes:
-        exact: False, for numbers are made that were not on disk.
-    """
-
-    exact = False
+    made = "dequantised to bfloat16"
 
     def __init__(self, stored: Checkpoint, coding: Coding):
         config = {name: value for name, value in stored.config.items() if name != SETTINGS}

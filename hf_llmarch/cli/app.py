@@ -460,7 +460,7 @@ def report_view(report: "Report") -> Table:
             "from": report.source,
             "family": report.family,
             "tensors": f"{report.tensors:,}, {decimal(report.bytes)}",
-            "numbers": "unchanged" if report.byte_exact else "cast to another dtype, or dequantised",
+            "numbers": report.numbers,
             "left out": "; ".join(f"{name}: {reason}" for name, reason in report.dropped.items()) or "nothing",
             "time": f"{report.seconds:.1f} s, {report.megabytes_per_second:,.0f} MB/s",
             "peak memory": "unknown" if peak is None else decimal(peak),

@@ -47,7 +47,11 @@ def main(model: str | None = None) -> int:
     console.rule(f"[bold]{destination.name}")
     record = remembered(source, destination) or make(source, destination)
     certificate, apart = record.certificate, record.apart
-    exact = "byte-equal to the source: every tensor, and config.json"
+    exact = (
+        f"every tensor is the source's, {record.report.made}; config.json as read from it"
+        if record.report.made
+        else "byte-equal to the source: every tensor, and config.json"
+    )
     console.print(report_view(record.report))
     console.print(certificate_view(certificate))
     console.print(facts("Exported back", {"result": f"differs in {', '.join(apart)}" if apart else exact}))
