@@ -229,7 +229,8 @@ def usage(checkpoint: Checkpoint, config: LlmArchConfig, name: str) -> str:
     return "\n".join(
         (
             f"from transformers import {auto}, AutoTokenizer\n",
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+            # The tokenizer's class reads config.json as well, and without this asks whether to run the code beside it.
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)',
             load,
             'inputs = tokenizer("Hello", return_tensors="pt")',
             f"print({run})",

@@ -26,6 +26,7 @@ from hf_llmarch.conversion.engine import Report
 from hf_llmarch.conversion.errors import ConversionError, DestinationError
 from hf_llmarch.conversion.sources.hub import hub_state
 from hub_server import card_errors
+from test_hub import BLOCKED, run
 from tiny import BOTH, ENCODER, LONGROPE, MIXED, MOE, redraw, tiny_stack
 
 THEIRS = """---
@@ -261,6 +262,15 @@ def test_the_usage_runs(
     monkeypatch.chdir(converted[0].parent)
     exec(code, {})
     assert "Hello" in capsys.readouterr().out
+
+
+def test_the_usage_runs_elsewhere_and_neither_asks_nor_warns(converted: tuple[Path, Report]) -> None:
+    code = text_of(converted[0]).split("```python\n")[1].split("```")[0]
+    finished = run(f"{BLOCKED}\n{code}", converted[0].parent)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "Hello" in finished.stdout
+    for unwanted in ("custom code", "of type", "Warning", "[transformers]"):
+        assert unwanted not in finished.stdout + finished.stderr
 
 
 def test_the_task_is_that_of_the_head(tmp_path: Path) -> None:
