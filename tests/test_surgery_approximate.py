@@ -432,6 +432,9 @@ def test_models_that_are_not_plain_are_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "a")
     with pytest.raises(SurgeryError, match="cannot become 4"):
         operate_on_folder(tmp_path / "a", tmp_path / "b", [{"to_gqa": {"num_key_value_heads": 4}}])
+    (tmp_path / "a/adapter").mkdir()
+    with pytest.raises(SurgeryError, match="holds an adapter in adapter/"):
+        operate_on_folder(tmp_path / "a", tmp_path / "b", [{"to_mha": {}}])
     assert not (tmp_path / "b").exists()
 
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from hf_llmarch.conversion.adapter import FOLDER as ADAPTER
 from hf_llmarch.conversion.destination import staged, write_json, write_tensors
 from hf_llmarch.conversion.engine import SMALL_FILES
 from hf_llmarch.conversion.errors import ConversionError
@@ -275,6 +276,10 @@ def operate_on_folder(
     from hf_llmarch.conversion import cards
 
     checkpoint, subject = of_folder(source)
+    if (checkpoint.path / ADAPTER).is_dir():
+        raise SurgeryError(
+            f"{source} holds an adapter in {ADAPTER}/, which would not follow the change: merge it, or move it away."
+        )
     tokens = text_tokens(checkpoint.path, TEXT if text is None else text, subject.config)
     if tokens is None and text is not None:
         raise SurgeryError(f"{source} has no tokenizer that could read the text.")
