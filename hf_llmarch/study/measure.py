@@ -18,10 +18,12 @@ from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_llmarch.integrations.processors import free_memory
 from hf_llmarch.model import modeling_llmarch
-from hf_llmarch.model.compat import CACHE, free_memory
+from hf_llmarch.model.compat import CACHE
 from hf_llmarch.model.configuration_llmarch import LlmArchConfig
-from hf_llmarch.model.experts import PackedExperts, Router
+from hf_llmarch.model.experts import PackedExperts
+from hf_llmarch.model.routing import Router
 from hf_llmarch.study.hardware import Hardware
 from hf_llmarch.study.steps import architecture_of
 
