@@ -1,0 +1,483 @@
+"""Killed runs, runs at once, full disks, sources that change or lie: nothing is lost, nothing leaked, nothing run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from hf_llmarch.cli.app import Exit, app
+from hf_llmarch.conversion import cards, convert, destination, errors, export
+from tiny import redraw
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers; its words are a few, so that every run is short."""
+    folder = tmp_path_factory.mktemp("pristine") / "llama"
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    redraw(LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=64, **sizes))).save_pretrained(folder)
+    (folder / "LICENSE").write_text("Mine.\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("converted") / "ours"
+    convert(pristine, folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def source(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "source"))
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# -- the destination ---------------------------------------------------------------------------------------------------
+
+
+def interfere(act: Callable[[], object]) -> Callable[[int, int], None]:
+    """A progress function that acts once, in the middle of a conversion."""
+    done = False
+
+    def tell(nbytes: int, total: int) -> None:
+        nonlocal done
+        if not done and nbytes > total // 3:
+            done = True
+            act()
+
+    return tell
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("was_there", ["nothing", "an empty folder", "a model"])
+def test_what_appears_in_the_destination_meanwhile_is_kept(
+    source: Path, converted: Path, out: Path, was_there: str, swaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(destination, "exchange", lambda one, other: False)
+    if was_there == "an empty folder":
+        out.mkdir()
+    elif was_there == "a model":
+        shutil.copytree(converted, out)
+
+    def fill() -> None:
+        out.mkdir(exist_ok=True)
+        (out / "thesis.tex").write_text("years of work")
+
+    before = contents(out)
+    with pytest.raises(errors.DestinationError, match="meanwhile, and is left as it is"):
+        convert(source, out, overwrite=True, progress=interfere(fill))
+    assert contents(out) == {**before, "thesis.tex": b"years of work"}
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+@pytest.mark.parametrize("when", ["exchange", "rename"])
+def test_what_appears_at_the_last_moment_is_kept(
+    source: Path, converted: Path, out: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last look and the rename itself."""
+    shutil.copytree(converted, out)
+    swap, rename = destination.exchange, os.rename
+
+    def exchange(one: Path, other: Path) -> bool:
+        (out / "thesis.tex").write_text("years of work")
+        return when == "exchange" and swap(one, other)
+
+    monkeypatch.setattr(destination, "exchange", exchange)
+    with pytest.raises(errors.DestinationError, match=r"thesis\.tex"):
+        convert(source, out, overwrite=True, progress=False)
+    assert os.rename is rename
+    assert contents(out) == {**contents(converted), "thesis.tex": b"years of work"}
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+NO_MODELS: dict[str, Callable[[Path], object]] = {
+    "a config of another kind": lambda f: (f / "config.json").write_text('{"webpack": true}'),
+    "a config and no weights": lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+    "a config that is a list": lambda f: (f / "config.json").write_text("[]"),
+    "a config nested without end": lambda f: (f / "config.json").write_text("[" * 100_000),
+}
+MORE_THAN_A_MODEL = {
+    "notes.txt": "mine",
+    ".git/HEAD": "ref: refs/heads/main",
+    "runs/log.csv": "1,2",
+    "kept_aside/deep/notes.txt": "mine",
+    "train.py": "print()",
+    "checkpoint-100/model.safetensors": "",
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_overwrite_is_for_models(source: Path, out: Path, case: str) -> None:
+    out.mkdir()
+    NO_MODELS[case](out)
+    before = contents(out)
+    with pytest.raises(errors.DestinationError, match="no model folder"):
+        convert(source, out, overwrite=True, progress=False)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("name", MORE_THAN_A_MODEL)
+def test_overwrite_names_what_is_not_the_models(source: Path, converted: Path, out: Path, name: str) -> None:
+    shutil.copytree(converted, out)
+    (out / name).parent.mkdir(exist_ok=True, parents=True)
+    (out / name).write_text(MORE_THAN_A_MODEL[name])
+    before = contents(out)
+    with pytest.raises(errors.DestinationError, match=f"holds more than a model: {name}"):
+        convert(source, out, overwrite=True, progress=False)
+    assert contents(out) == before
+
+
+def test_overwrite_replaces_what_the_source_brings_again(source: Path, out: Path) -> None:
+    (source / "notes.txt").write_text("of the model")
+    convert(source, out, progress=False)
+    (source / "notes.txt").write_text("of the model, revised")
+    convert(source, out, overwrite=True, progress=False)
+    assert (out / "notes.txt").read_text() == "of the model, revised"
+
+
+def test_an_export_replaces_a_converted_folder(converted: Path, pristine: Path, out: Path) -> None:
+    shutil.copytree(converted, out)
+    export(converted, out, overwrite=True, progress=False)
+    assert load_file(out / WEIGHTS).keys() == load_file(pristine / WEIGHTS).keys()
+    assert not list(out.glob("*.py"))
+
+
+def test_a_source_that_leads_into_the_destination_is_kept(source: Path, out: Path, tmp_path: Path) -> None:
+    """The folder is another one, and its weights are links."""
+    shutil.copytree(source, out)
+    linked = tmp_path / "linked"
+    shutil.copytree(source, linked)
+    (linked / WEIGHTS).unlink()
+    (linked / WEIGHTS).symlink_to(out / WEIGHTS)
+    before = contents(out)
+    with pytest.raises(errors.DestinationError, match=r"holds, the source .*linked/model\.safetensors"):
+        convert(linked, out, overwrite=True, progress=False)
+    assert contents(out) == before
+
+
+# What fails after the weights are written, by the file or field that does it.
+LATE_FAILURES: dict[str, Callable[[Path], object]] = {
+    "a card of the wrong type": lambda f: (f / "README.md").write_text("---\ntags: [[1]]\n---\n# Odd\n"),
+    "a licence that is no text": lambda f: (f / "README.md").write_text('---\nlicense: "\\ud800"\n---\n# Odd\n'),
+    "architectures": lambda f: edit_json(f / "config.json", architectures={"a": 1}),
+    "rms_norm_eps": lambda f: edit_json(f / "config.json", rms_norm_eps=float("nan")),
+}
+
+
+@pytest.mark.parametrize("case", LATE_FAILURES)
+def test_a_destination_is_whole_or_as_it_was(source: Path, converted: Path, out: Path, case: str) -> None:
+    shutil.copytree(converted, out)
+    before = contents(out)
+    LATE_FAILURES[case](source)
+    try:
+        convert(source, out, overwrite=True, progress=False)
+    except errors.ConversionError:
+        assert contents(out) == before
+    else:
+        assert cards.is_ours(out / "README.md")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "replaced"])
+def test_a_difference_never_replaces_a_model(
+    source: Path, converted: Path, out: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is not one, as a defect of ours would make it."""
+    if there:
+        shutil.copytree(converted, out)
+    before = contents(out)
+    write = cards.write
+
+    def spoil(folder: Path, **given: Any) -> Path:
+        tensors = load_file(folder / WEIGHTS)
+        tensors["model.norm.weight"][3] += 1
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return write(folder, **given)
+
+    monkeypatch.setattr(cards, "write", spoil)
+    result = CliRunner().invoke(app, ["convert", str(source), str(out), "--verify", "--overwrite", "--json"])
+    assert result.exit_code == Exit.DIFFERENT, result.output
+    if there:
+        assert contents(out) == before
+        assert "left as it was" in json.loads(result.stdout)["message"]
+    else:
+        assert json.loads(result.stdout)["certificate"]["ours"] == str(out)
+        assert "logits differ" in (out / "README.md").read_text()
+
+
+# -- runs at once, and killed ones -------------------------------------------------------------------------------------
+
+RUN = """
+import os, sys, time
+from pathlib import Path
+from hf_llmarch.conversion import {task} as run
+from hf_llmarch.conversion.errors import DestinationError
+from hf_llmarch.conversion import cards, destination, engine, plans, certificate
+source, out, barrier = sys.argv[1:4]
+print("ready", flush=True)
+while not os.path.exists(barrier):
+    time.sleep(0.001)
+try:
+    run(source, out, progress=False, overwrite={overwrite})
+except DestinationError as error:
+    print(error)
+    sys.exit(5)
+"""
+
+
+def started(task: str, source: Path, out: Path, barrier: Path, overwrite: bool = False) -> subprocess.Popen[str]:
+    code = RUN.format(task=task, overwrite=overwrite)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(source), str(out), str(barrier)], stdout=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None
+    assert run.stdout.readline() == "ready\n"
+    return run
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_runs_at_once_make_one_destination(source: Path, converted: Path, out: Path, count: int) -> None:
+    runs = [started("convert", source, out, out.parent / "go") for _ in range(count)]
+    (out.parent / "go").touch()
+    said = {run: run.communicate()[0] for run in runs}
+    refused = [text for run, text in said.items() if run.returncode == 5]
+    assert sorted(run.returncode for run in runs) == [0, *[5] * (count - 1)], said
+    assert all("another run (process" in text or "not empty" in text for text in refused)
+    assert contents(out).keys() == contents(converted).keys()
+    assert (out / WEIGHTS).read_bytes() == (converted / WEIGHTS).read_bytes()
+    assert sorted(path.name for path in out.parent.iterdir()) == ["go", "out", "source"]
+
+
+def test_a_second_run_is_told_whose_the_destination_is(source: Path, out: Path) -> None:
+    def again() -> None:
+        with pytest.raises(errors.DestinationError, match=rf"another run \(process {os.getpid()}\)"):
+            convert(source, out, progress=False)
+
+    convert(source, out, progress=interfere(again))
+    assert (out / WEIGHTS).is_file()
+
+
+def killed_and_repeated(
+    tmp_path: Path, source: Path, task: str, overwrite: bool, moments: Iterator[float], expected: dict[str, bytes]
+) -> None:
+    """Kill a run at each moment (seconds after its start): what was there stays or the new one is there whole; and the
+    same run afterwards gives the same bytes."""
+    old = tmp_path / "old"
+    for i, moment in enumerate(moments):
+        place = tmp_path / f"place{i}"
+        place.mkdir()
+        out = place / "out"
+        if overwrite:
+            shutil.copytree(old, out)
+        before = contents(out) if out.exists() else {}
+        run = started(task, source, out, place / "go", overwrite)
+        (place / "go").touch()
+        time.sleep(moment)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        assert same_model(contents(out), before) or same_model(contents(out), expected)
+        run_again = {"convert": convert, "export": export}[task]
+        if overwrite or not out.exists():
+            run_again(source, out, overwrite=overwrite, progress=False)
+        assert same_model(contents(out), expected)
+        assert sorted(path.name for path in place.iterdir()) == ["go", "out"]
+
+
+def same_model(found: dict[str, bytes], expected: dict[str, bytes]) -> bool:
+    """All but the card, which is called like its folder."""
+    return {k: v for k, v in found.items() if k != "README.md"} == {
+        k: v for k, v in expected.items() if k != "README.md"
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "overwrite", "count"),
+    [
+        ("convert", True, 2),
+        *(pytest.param(*case, 14, marks=pytest.mark.slow) for case in (("convert", False), ("convert", True))),
+        pytest.param("export", True, 14, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_loses_nothing_and_can_be_repeated(
+    source: Path, converted: Path, tmp_path: Path, task: str, overwrite: bool, count: int
+) -> None:
+    given = source if task == "convert" else converted
+    began = time.perf_counter()
+    {"convert": convert, "export": export}[task](given, tmp_path / "whole", progress=False)
+    took = time.perf_counter() - began
+    shutil.copytree(converted, tmp_path / "old")
+    tensors = load_file(tmp_path / "old" / WEIGHTS)
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "old" / WEIGHTS, metadata={"format": "pt"})
+    moments = (random.uniform(0, 1.5 * took) for _ in range(count))
+    killed_and_repeated(tmp_path, given, task, overwrite, moments, contents(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("step", range(1, 7))
+def test_killed_between_any_two_steps_of_the_replacement(
+    source: Path, converted: Path, out: Path, swaps: bool, step: int
+) -> None:
+    """The process ends at the n-th system call that gives something another name, or just after the last."""
+    shutil.copytree(converted, out)
+    tensors = load_file(out / WEIGHTS)
+    save_file({n: t + 1 for n, t in tensors.items()}, out / WEIGHTS, metadata={"format": "pt"})
+    before, expected = contents(out), contents(converted)
+    process = os.fork()
+    if process == 0:
+        left = step
+
+        def count(function: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any) -> Any:
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    os._exit(9)
+                return function(*arguments)
+
+            return counted
+
+        destination.os.rename, destination.spare = count(os.rename), count(destination.spare)
+        destination.exchange = count(destination.exchange if swaps else lambda one, other: False)
+        destination.recover = count(destination.recover)
+        convert(source, out, overwrite=True, progress=False)
+        os._exit(0)
+    os.waitpid(process, 0)
+    claim = out.with_name(".out.incomplete")
+    there = contents(out) if out.exists() else contents(claim / "old")
+    assert same_model(there, before) or same_model(there, expected)
+    with pytest.raises(errors.DestinationError, match="not empty"):
+        convert(source, out, progress=False)  # which puts the old one back, if it is not in its place
+    assert same_model(contents(out), before) or same_model(contents(out), expected)
+    convert(source, out, overwrite=True, progress=False)
+    assert same_model(contents(out), expected)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+# -- sources that change, disks that are full --------------------------------------------------------------------------
+
+
+def rewrite(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    WEIGHTS: lambda f: rewrite(f / WEIGHTS),
+    "config.json": lambda f: edit_json(f / "config.json", rms_norm_eps=1e-3),
+    "LICENSE": lambda f: (f / "LICENSE").write_text("Yours.\n"),
+    "NOTICE": lambda f: (f / "NOTICE").write_text("New.\n"),
+}
+
+
+@pytest.mark.parametrize("file", CHANGES)
+def test_a_source_that_changes_meanwhile_is_noticed(source: Path, out: Path, file: str) -> None:
+    with pytest.raises(errors.CheckpointError, match=f"changed while it was read: {file}"):
+        convert(source, out, progress=interfere(lambda: CHANGES[file](source)))
+    assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+
+FULL_AT = ["companion", "weights", "code", "config", "generation", "card", "kept card", "certificate", "flush", "lock"]
+
+
+@pytest.mark.parametrize("point", FULL_AT)
+def test_a_disk_that_is_full_at_any_point(
+    source: Path, converted: Path, out: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "README.md").write_text("# Theirs\n")
+    edit_json(source / "config.json", do_sample=True, temperature=0.5)
+    (source / "generation_config.json").unlink(missing_ok=True)
+    shutil.copytree(converted, out)
+    before = contents(out)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    reached = []
+
+    def fail_at(home: Any, name: str, when: Callable[..., bool] = lambda *given: True) -> None:
+        real = getattr(home, name)
+
+        def failing(*given: Any, **more: Any) -> Any:
+            if when(*given):
+                reached.append(name)
+                raise full
+            return real(*given, **more)
+
+        monkeypatch.setattr(home, name, failing)
+
+    def named(wanted: str) -> Callable[..., bool]:
+        return lambda *given: any(Path(str(one)).name == wanted for one in given[:2])
+
+    from hf_llmarch import LlmArchConfig
+
+    places: dict[str, Callable[[], None]] = {
+        "companion": lambda: fail_at(shutil, "copyfile", named("LICENSE")),
+        "weights": lambda: fail_at(destination, "save_file"),
+        "code": lambda: fail_at(shutil, "copyfile", named("modeling_llmarch.py")),
+        "config": lambda: fail_at(LlmArchConfig, "save_pretrained"),
+        "generation": lambda: fail_at(Path, "write_text", named("generation_config.json")),
+        "card": lambda: fail_at(Path, "write_text", named("README.md")),
+        "kept card": lambda: fail_at(Path, "rename", named("README.md")),
+        "certificate": lambda: fail_at(Path, "write_text", named("certificate.json")),
+        "flush": lambda: fail_at(os, "fsync"),
+        "lock": lambda: fail_at(os, "write"),
+    }
+    places[point]()
+    result = CliRunner().invoke(app, ["convert", str(source), str(out), "--overwrite", "--verify", "--json"])
+    assert reached, "the point was not passed"
+    assert result.exit_code == Exit.DESTINATION, result.output
+    assert "No space left" in json.loads(result.stdout)["message"]
+    assert contents(out) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
+
+
+# -- permissions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("file", "folder"), [(0o600, 0o700), (0o640, 0o750), (0o644, 0o755)])
+def test_nobody_can_read_more_than_before(source: Path, out: Path, file: int, folder: int) -> None:
+    for path in source.iterdir():
+        path.chmod(file)
+    source.chmod(folder)
+    previous = os.umask(0o022)
+    try:
+        convert(source, out, progress=False)
+    finally:
+        os.umask(previous)
+    modes = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
+    assert (modes, out.stat().st_mode & 0o777) == ({file}, folder)
+
+
+def test_a_private_destination_stays_private(source: Path, out: Path) -> None:
+    out.mkdir(mode=0o700)
+    convert(source, out, progress=False)
+    convert(source, out, overwrite=True, progress=False)
+    assert {path.stat().st_mode & 0o077 for path in (out, *out.rglob("*"))} == {0}
