@@ -146,7 +146,7 @@ def takes_positions(native: Any, config: LlmArchConfig) -> bool:
 
 def load_model(auto: Any, checkpoint: Checkpoint) -> Any:
     try:
-        model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32)
+        model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConversionError(f"{checkpoint.source} could not be loaded by {auto.__name__}: {error}") from error
     # Penalties and stop tokens would hide or cut short what is compared.

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -481,3 +483,240 @@ def test_a_private_destination_stays_private(source: Path, out: Path) -> None:
     convert(source, out, progress=False)
     convert(source, out, overwrite=True, progress=False)
     assert {path.stat().st_mode & 0o077 for path in (out, *out.rglob("*"))} == {0}
+
+
+# -- hostile input -----------------------------------------------------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+BOMB = (
+    "---\na0: &a0 [x, x]\n"
+    + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+    + "tags: *a29\n---\n"
+)
+# One JSON text of each kind that is none of a model's files; the first that can be parsed is told by its type.
+NO_OBJECTS = {"list": "[1]", "number": "1e30", "null": "null", "text": '"x"', "deep": DEEP, "cut": '{"a": '}
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def text(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def link(name: str, target: str) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return make
+
+
+def module_link(folder: Path) -> None:
+    (folder / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    (folder / "1_Pooling").mkdir()
+    link("1_Pooling/config.json", "/etc/hostname")(folder)
+
+
+def pickled(content: Any) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+
+    return make
+
+
+def huge_number(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"][0] = 1e30
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+# Name -> what is done to a source, what the message names, and more arguments. All end in exit 3.
+HOSTILE: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
+    **{
+        f"{file} is {kind}": (text(file, content), file, ())
+        for file in ("config.json", "generation_config.json", "modules.json")
+        for kind, content in NO_OBJECTS.items()
+        if (file, kind) != ("modules.json", "list")
+    },
+    "modules.json lists numbers": (text("modules.json", "[1]"), "modules.json", ()),
+    **{
+        f"the index is {kind}": (
+            lambda f, content=content: ((f / WEIGHTS).unlink(), (f / f"{WEIGHTS}.index.json").write_text(content)),
+            "index.json",
+            (),
+        )
+        for kind, content in NO_OBJECTS.items()
+    },
+    **{
+        f"{field} is {value}": (config(**{field: value}), field, ())
+        for field, values in {
+            "num_hidden_layers": (10**9, 10**30, 1e30, float("nan"), "x", [1]),
+            "num_attention_heads": (10**9, 10**30),
+            "num_labels": (10**6,),
+            "hidden_size": (10**30, float("inf"), "x"),
+            "head_dim": (10**30,),
+            "vocab_size": (10**30,),
+            "rms_norm_eps": (float("nan"), float("-inf"), 10**400),
+            "architectures": ({"a": 1}, "x", 7, [1]),
+            "model_type": ({}, 1, ["llama"]),
+            "dtype": ("int8", 1e30, [1], "x"),
+            "torch_dtype": ("uint8", {"a": 1}),
+            "quantization_config": ("fp8", [1]),
+            "converted_from": (1, {"a": 1}),
+        }.items()
+        for value in values
+    },
+    "more experts than tensors": (config(model_type="mixtral", num_local_experts=10**6), "num_local_experts", ()),
+    "sizes that no tensor has": (config(vocab_size=10**17), "sizes in this config", ()),
+    "a config nested deep": (config(a=json.loads("[" * 200 + "]" * 200)), "nested", ()),
+    "blocks of no size": (
+        config(quantization_config={"quant_method": "fp8", "weight_block_size": 5}),
+        "weight_block_size",
+        (),
+    ),
+    **{
+        f"{name} leads elsewhere": (link(name, "/etc/hostname"), f"{name} leads out of its folder", ())
+        for name in ("notes.txt", "LICENSE", "README.md", "tokenizer.json", "config.json", "generation_config.json")
+    },
+    "templates lead elsewhere": (link("additional_chat_templates", "/etc/ssl"), "leads out of its folder", ()),
+    "a module leads elsewhere": (module_link, "1_Pooling/config.json leads out of its folder", ()),
+    "a config in a circle": (link("config.json", "config.json"), "config.json", ()),
+    "weights in a circle": (link(WEIGHTS, WEIGHTS), WEIGHTS, ()),
+    "a tokenizer of another repository": (
+        text("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["them/theirs--tokenization.T", null]}}'),
+        "them/theirs--tokenization.T",
+        (),
+    ),
+    "integer keys": (pickled({1: torch.ones(2)}), "pytorch_model.bin", ("--allow-pickle",)),
+    "a number beyond the dtype": (huge_number, "model.norm.weight", ("--dtype", "float16")),
+    "an empty family": (lambda f: None, "model_type ''", ("--family", "")),
+    "an error without end": (config(**{"x" * 10**6: 1}), "xxx", ()),
+}
+
+
+def converting(source: Path, out: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(app, ["convert", str(source), str(out), "--quiet", "--json", *more])
+    return result.exit_code, json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_input_is_refused_by_name(source: Path, out: Path, case: str) -> None:
+    spoil, named, more = HOSTILE[case]
+    spoil(source)
+    code, answer = converting(source, out, *more)
+    assert code == Exit.INPUT, answer
+    assert named in answer["message"]
+    assert len(answer["message"]) < 5000
+    assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+
+HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 3) + b"key"
+GGUFS = {
+    "an array longer than the file": HEADER + struct.pack("<IIQ", 9, 4, 2**40) + bytes(64),
+    "an array of texts longer than the file": HEADER + struct.pack("<IIQ", 9, 8, 2**40) + bytes(64),
+    "arrays in arrays": HEADER + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 1000,
+    "a text longer than the file": HEADER + struct.pack("<IQ", 8, 2**60),
+    "more keys than bytes": b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+    "more tensors than bytes": b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("case", GGUFS)
+def test_a_gguf_cannot_ask_for_more_than_it_holds(out: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(GGUFS[case])
+    began = time.perf_counter()
+    code, answer = converting(tmp_path / "a.gguf", out)
+    assert (code, "a.gguf" in answer["message"]) == (Exit.INPUT, True), answer
+    assert time.perf_counter() - began < 60
+
+
+def test_what_a_source_calls_itself_is_no_markup(source: Path, out: Path) -> None:
+    """Its card, its classes, its files: text stays on its line, in code, and a file's name is any bytes."""
+    said = "mit`\\n# Injected\\n<script>|"
+    (source / "README.md").write_text(f'---\nlicense: "{said}"\ntags: [[1], chat]\nlanguage: "\\ud800"\n---\n')
+    edit_json(source / "config.json", architectures=["LlamaForCausalLM`\n# Injected | <b>"])
+    (source / "line\nbreak\x1b[31m.txt").write_text("x")
+    Path(os.fsdecode(os.fsencode(source) + b"/no\xff.txt")).write_text("x")
+    code, answer = converting(source, out)
+    assert code == Exit.OK, answer
+    assert "no\udcff.txt" in answer["files"]
+    card = (out / "README.md").read_text()
+    assert not [line for line in card.splitlines() if line.startswith(("# Injected", "<script>"))]
+    assert "`mit' # Injected <script>|`" in card
+    data = cards.read_metadata(out / "README.md")
+    assert (data["tags"], "language" in data) == (["chat", "llmarch"], False)
+    result = CliRunner().invoke(app, ["card", str(out), "--base-model", "a/b\n# Injected", "--json"])
+    assert (result.exit_code, "base_model" in json.loads(result.stdout)["message"]) == (Exit.INPUT, True)
+
+
+def test_a_card_of_references_adds_nothing(source: Path, out: Path) -> None:
+    """2 ** 30 tags, in a kilobyte."""
+    (source / "README.md").write_text(BOMB)
+    assert converting(source, out)[0] == Exit.OK
+    assert cards.read_metadata(out / "README.md")["tags"] == ["llmarch"]
+
+
+def test_code_is_not_carried(source: Path, out: Path) -> None:
+    code = ("train.py", "cache.pyc", "lib.so", "run.sh", "state.pkl", "1_Pooling/pool.py", "1_Pooling/.hidden")
+    kept = ("notes.txt", "1_Pooling/config.json", "1_Pooling/model.safetensors")
+    (source / "1_Pooling").mkdir()
+    for name in (*code, *kept):
+        (source / name).write_text("{}")
+    (source / "modules.json").write_text('[{"path": "1_Pooling"}]')
+    convert(source, out, progress=False)
+    assert [name for name in code if (out / name).exists()] == []
+    assert [name for name in kept if not (out / name).exists()] == []
+
+
+def test_nothing_is_asked_and_nothing_run(
+    source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer with code of its own beside it, and somebody who answers every question with yes."""
+    monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("a question was asked"))
+    convert(source, out, progress=False)
+    (out / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["theirs.Tokenizer", null]}}')
+    (out / "theirs.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
+    result = CliRunner().invoke(app, ["inspect", str(out), "--text", "Hello", "--json"], input="y\ny\n")
+    assert result.exit_code == Exit.INPUT, result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_is_said(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_llmarch.conversion.engine.write_tensors", interrupt)
+    code, answer = converting(source, out)
+    assert (code, answer["exit_code"], answer["error"]) == (Exit.INTERRUPTED, Exit.INTERRUPTED, "KeyboardInterrupt")
+    assert [path.name for path in out.parent.iterdir()] == ["source"]
+
+
+ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank 0": ({"r": 0}, "rank 0"),
+    "a rank that is text": ({"r": "x"}, "'r'"),
+    "an alpha without end": ({"lora_alpha": float("inf")}, "lora_alpha"),
+    "an expression that never ends": ({"alpha_pattern": {"(q+)+$": 2}}, "alpha_pattern"),
+    "an expression that takes long": ({"alpha_pattern": {".*" * 12: 2}}, "alpha_pattern"),
+    "no expression": ({"rank_pattern": {"(": 2}}, "rank_pattern"),
+    "patterns in a list": ({"alpha_pattern": [1]}, "alpha_pattern"),
+    "another kind": ({"peft_type": "LOKR"}, "LOKR"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_hostile_adapters(source: Path, out: Path, tmp_path: Path, case: str) -> None:
+    changes, named = ADAPTERS[case]
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **changes}
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(settings))
+    rank = 0 if settings["r"] == 0 else 2
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    tensors = {name.format("A"): torch.ones(rank, 24), name.format("B"): torch.ones(24, rank)}
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
+    code, answer = converting(source, out, "--adapter", str(tmp_path / "lora"))
+    assert code == (Exit.NOT_EXPRESSIBLE if case == "another kind" else Exit.INPUT), answer
+    assert named in answer["message"]
