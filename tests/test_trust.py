@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import struct
@@ -14,16 +15,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_llmarch.cli.app import Exit, app
-from hf_llmarch.conversion import cards, convert, destination, errors, export
+from hf_llmarch.conversion import cards, convert, destination, errors, export, verify
 from tiny import redraw
 
 WEIGHTS = "model.safetensors"
@@ -31,7 +35,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of two layers; its words are a few, so that every run is short."""
+    """A llama of two layers and few words, so that every run is short."""
     folder = tmp_path_factory.mktemp("pristine") / "llama"
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
     redraw(LlamaForCausalLM(LlamaConfig(vocab_size=31, max_position_embeddings=64, **sizes))).save_pretrained(folder)
@@ -103,22 +107,21 @@ def test_what_appears_in_the_destination_meanwhile_is_kept(
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
 
 
-@pytest.mark.parametrize("when", ["exchange", "rename"])
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two-renames"])
 def test_what_appears_at_the_last_moment_is_kept(
-    source: Path, converted: Path, out: Path, when: str, monkeypatch: pytest.MonkeyPatch
+    source: Path, converted: Path, out: Path, swaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last look and the rename itself."""
     shutil.copytree(converted, out)
-    swap, rename = destination.exchange, os.rename
+    swap = destination.exchange
 
     def exchange(one: Path, other: Path) -> bool:
         (out / "thesis.tex").write_text("years of work")
-        return when == "exchange" and swap(one, other)
+        return swaps and swap(one, other)
 
     monkeypatch.setattr(destination, "exchange", exchange)
     with pytest.raises(errors.DestinationError, match=r"thesis\.tex"):
         convert(source, out, overwrite=True, progress=False)
-    assert os.rename is rename
     assert contents(out) == {**contents(converted), "thesis.tex": b"years of work"}
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
 
@@ -236,6 +239,19 @@ def test_a_difference_never_replaces_a_model(
     else:
         assert json.loads(result.stdout)["certificate"]["ours"] == str(out)
         assert "logits differ" in (out / "README.md").read_text()
+
+
+def test_a_comparison_that_does_not_fit_is_refused_before_it_begins(
+    source: Path, converted: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models hold the same numbers, at four bytes each."""
+    count = sum(tensor.numel() for tensor in load_file(source / WEIGHTS).values())
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * count))
+    assert verify(source, converted, progress=False).ok
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * count - 1))
+    with pytest.raises(errors.ConversionError, match="for both in float32"):
+        convert(source, out, verify=True, progress=False)
+    assert [path.name for path in out.parent.iterdir()] == ["source"]
 
 
 # -- runs at once, and killed ones -------------------------------------------------------------------------------------
@@ -386,6 +402,20 @@ def test_killed_between_any_two_steps_of_the_replacement(
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source"]
 
 
+def test_a_replaced_model_that_was_given_something_is_not_removed(source: Path, converted: Path, out: Path) -> None:
+    """As a run leaves it that was killed after it had put the new model in place."""
+    shutil.copytree(converted, out)
+    old = out.with_name(".out.incomplete") / "old"
+    shutil.copytree(converted, old)
+    (old / "thesis.tex").write_text("years of work")
+    for _ in range(2):
+        with pytest.raises(errors.DestinationError, match=r"thesis\.tex: move this away"):
+            convert(source, out, overwrite=True, progress=False)
+    (old / "thesis.tex").rename(out.parent / "thesis.tex")
+    convert(source, out, overwrite=True, progress=False)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "source", "thesis.tex"]
+
+
 # -- sources that change, disks that are full --------------------------------------------------------------------------
 
 
@@ -493,7 +523,7 @@ BOMB = (
     + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
     + "tags: *a29\n---\n"
 )
-# One JSON text of each kind that is none of a model's files; the first that can be parsed is told by its type.
+# JSON of every kind that is no object.
 NO_OBJECTS = {"list": "[1]", "number": "1e30", "null": "null", "text": '"x"', "deep": DEEP, "cut": '{"a": '}
 
 
@@ -720,3 +750,60 @@ def test_hostile_adapters(source: Path, out: Path, tmp_path: Path, case: str) ->
     code, answer = converting(source, out, "--adapter", str(tmp_path / "lora"))
     assert code == (Exit.NOT_EXPRESSIBLE if case == "another kind" else Exit.INPUT), answer
     assert named in answer["message"]
+
+
+# -- damage at random --------------------------------------------------------------------------------------------------
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 2, 3, 2**31, 2**63, 10**30, 1e30, -0.5, float("nan"), float("inf"), "", "x", "auto"]),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 3), max_size=3),
+    st.dictionaries(st.sampled_from(["a", "0", "rope_type", "factor", "family"]), st.integers(-1, 9), max_size=2),
+)
+FIELDS = [
+    *("architectures", "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size", "id2label", "label2id"),
+    *("initializer_range", "intermediate_size", "layer_types", "max_position_embeddings", "mlp_bias", "model_type"),
+    *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "num_labels", "pad_token_id", "problem_type"),
+    *("eos_token_id", "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta"),
+    *("tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size", "temperature", "top_k"),
+]
+LIMIT = 2**30
+
+
+@settings(
+    max_examples=int(os.environ.get("FUZZ", "60")),
+    deadline=None,
+    derandomize="FUZZ" not in os.environ,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_damage_is_refused_or_does_no_harm(data: st.DataObject, pristine: Path, tmp_path: Path) -> None:
+    """Fields of a config that are anything, and files with bytes exchanged, cut off or repeated: never a defect, never
+    the memory of many models, and never a part of a destination."""
+    place = tmp_path / str(len(list(tmp_path.iterdir())))
+    source, out = place / "source", place / "out"
+    shutil.copytree(pristine, source)
+    edit_json(source / "config.json", **data.draw(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3)))
+    file = source / data.draw(st.sampled_from(["config.json", "generation_config.json", WEIGHTS, "LICENSE"]))
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(0, 2))):
+        where = data.draw(st.integers(0, min(len(content) - 1, 2000)))
+        kind = data.draw(st.sampled_from(["set", "cut", "repeat"]))
+        if kind == "set":
+            content[where] = data.draw(st.integers(0, 255))
+        elif kind == "repeat":
+            content[where:where] = content[where : where + 50]
+        else:
+            del content[max(where, 1) :]
+    file.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, answer = converting(source, out)
+    assert code in (Exit.OK, Exit.INPUT), answer
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < LIMIT
+    assert sorted(path.name for path in place.iterdir()) == (["out", "source"] if code == Exit.OK else ["source"])
+    shutil.rmtree(source)
+    shutil.rmtree(out, ignore_errors=True)
