@@ -82,7 +82,7 @@ def family_of(config: Mapping[str, Any], family: Family | str | None = None) -> 
     """
     if family is not None and not isinstance(family, str):
         return family
-    known, name = families(), family or config.get("model_type")
+    known, name = families(), config.get("model_type") if family is None else family
     if name in known:
         return known[str(name)]
     close = difflib.get_close_matches(str(name), known, n=1)

@@ -90,6 +90,8 @@ COMMON = (
 )
 
 
+# Characters of an error message: what a source is called, or what a library says of it, can have any length.
+LONGEST_MESSAGE = 4000
 # How configs, the Hub client and a missing extra refuse, besides the conversion's own errors, which are ValueErrors.
 REFUSALS = (ValueError, OSError, ImportError)
 
@@ -104,7 +106,7 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
                 answer = function(**options)
         except (typer.BadParameter, typer.Exit):
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             raise typer.Exit(report(error, json=json, debug=debug)) from error
         if json:
             print_json(answer.data)
@@ -122,21 +124,28 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return function
 
 
-def report(error: Exception, *, json: bool, debug: bool) -> Exit:
+def report(error: BaseException, *, json: bool, debug: bool) -> Exit:
     """Tell what went wrong in one line on stderr, with `json` as an object on stdout as well. Returns the exit code."""
     code = exit_code(error)
+    message = plain(str(error)) or type(error).__name__
     if json:
-        print_json({"error": type(error).__name__, "message": str(error), "exit_code": code.value})
+        print_json({"error": type(error).__name__, "message": message, "exit_code": code.value})
     if debug:
         traceback.print_exception(error, file=sys.stderr)
-    message = " ".join(str(error).split()) or type(error).__name__
     if code is Exit.INTERNAL:
         message = f"{type(error).__name__}: {message} This is a defect in hf_llmarch (--debug shows where)."
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}", highlight=False)
     return code
 
 
-def exit_code(error: Exception) -> Exit:
+def plain(text: str) -> str:
+    """A message on one line, of readable length, in which nothing moves a cursor or changes a colour."""
+    start = " ".join(text[: 2 * LONGEST_MESSAGE].split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}…"
+
+
+def exit_code(error: BaseException) -> Exit:
     """The exit code for an exception: the first row that fits."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -144,6 +153,8 @@ def exit_code(error: Exception) -> Exit:
 
     full = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
     rows: tuple[tuple[bool, Exit], ...] = (
+        (isinstance(error, KeyboardInterrupt), Exit.INTERRUPTED),
+        (isinstance(error, errors.DifferentModel), Exit.DIFFERENT),
         (isinstance(error, errors.NotExpressible), Exit.NOT_EXPRESSIBLE),
         (isinstance(error, errors.DestinationError), Exit.DESTINATION),
         (isinstance(error, OSError) and error.errno in full, Exit.DESTINATION),
@@ -155,16 +166,20 @@ def exit_code(error: Exception) -> Exit:
 def print_json(data: dict[str, Any]) -> None:
     # JSON has no NaN, which a comparison with a broken model can give: there it becomes null.
     strict = json_format.loads(json_format.dumps(data), parse_constant=lambda _: None)
-    print(json_format.dumps(strict, indent=2, ensure_ascii=False))
+    text = json_format.dumps(strict, indent=2, ensure_ascii=False)
+    # A file's name need not be UTF-8; what it cannot say becomes JSON's own escape.
+    print(text.encode("utf-8", "backslashreplace").decode())
 
 
 def facts(title: str, values: dict[str, str]) -> Table:
     """A table of names and values, in the order given."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    table = Table(
+        title=escape(plain(title)), title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(plain(value)))
     return table
 
 

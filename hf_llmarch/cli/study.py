@@ -354,8 +354,10 @@ def expert_loads(source: str, text: str, revision: str | None) -> "list[ExpertLo
 
     from hf_llmarch.study.balance import expert_load
 
-    tokens = AutoTokenizer.from_pretrained(source, revision=revision)(text, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision)
+    # Never the source's own code, and never a question whether to run it.
+    given = {"revision": revision, "trust_remote_code": False}
+    tokens = AutoTokenizer.from_pretrained(source, **given)(text, return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(source, **given)
     return expert_load(model, input_ids=tokens.input_ids)
 
 
