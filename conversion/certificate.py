@@ -12,8 +12,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any, cast
 
+import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -57,7 +59,8 @@ def verify(
         progress: say on stderr what is being done.
 
     Raises:
-        ConversionError: not exactly one of the two is an llmarch model, or one cannot be read.
+        ConversionError: not exactly one of the two is an llmarch model, one cannot be read, or both do not fit into
+            memory.
     """
     sides = [open_checkpoint(side, allow_pickle=allow_pickle) for side in (a, b)]
     ours = [side for side in sides if side.config.get("model_type") == LlmArchConfig.model_type]
@@ -73,9 +76,10 @@ def verify(
 def compare(
     original: Checkpoint, converted: Checkpoint, tokens: Tensor | None, new_tokens: int, say: Callable[[str], None]
 ) -> Certificate:
-    family = None if converted.config.get("converted_from") else original.config.get("model_type")
+    family = None if (converted.config.get("converted_from") or {}).get("family") else original.config.get("model_type")
     export = plan_of_ours(converted, family)
     dropped = make_plan(original.config, original.shapes, family=export.family).dropped
+    check_memory(original, converted)
     say("loading the original with transformers' own class")
     native = load_model(native_class(export), original)
     say("loading the converted model")
@@ -175,6 +179,20 @@ def round_weights(native: Any, stored: Mapping[str, torch.dtype], cast: torch.dt
                 parameter.copy_(parameter.to(stored.get(name, cast)))
 
 
+def check_memory(original: Checkpoint, converted: Checkpoint) -> None:
+    """
+    Raises:
+        ConversionError: there is no room for both models in float32.
+    """
+    needed = sum(4 * prod(info.shape) for side in (original, converted) for info in side.tensors.values())
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ConversionError(
+            f"Comparing {original.source} with {converted.source} takes {needed / 1e9:.1f} GB for both in float32, and "
+            f"{free / 1e9:.1f} GB are free. Compare them on a machine with more memory."
+        )
+
+
 def native_class(export: Plan) -> Any:
     """transformers' class of the original: an Auto class cannot tell an encoder alone from the whole model."""
     names = their_class(export.family, export.architecture, {"topology": export.config.topology})
@@ -190,7 +208,7 @@ def takes_positions(native: Any, config: LlmArchConfig) -> bool:
 
 def load_model(auto: Any, checkpoint: Checkpoint) -> Any:
     try:
-        model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32)
+        model = auto.from_pretrained(**checkpoint.native_kwargs, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ConversionError(f"{checkpoint.source} could not be loaded by {auto.__name__}: {error}") from error
     # Penalties and stop tokens would hide or cut short what is compared.

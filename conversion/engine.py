@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hf_llmarch.model import modeling_llmarch
 from hf_llmarch.model.compat import code_files
 from hf_llmarch.model.configuration_llmarch import LlmArchConfig
 
-from .destination import staged, write_json, write_tensors
-from .errors import ConversionError, some
+from .destination import keep, staged, write_json, write_tensors
+from .errors import CheckpointError, ConversionError, DifferentModel, some
 from .plans import Plan, model_class, plan_of_ours
 from .plans import plan as make_plan
 from .preserved import kept, to_keep, true_config
@@ -29,7 +30,7 @@ from .reports import Report
 from .rules import Side
 from .sources import open_checkpoint
 from .sources.base import Checkpoint, TensorInfo
-from .sources.files import CONFIG, GENERATION_CONFIG, has_adapter
+from .sources.files import CONFIG, GENERATION_CONFIG, has_adapter, read_json
 from .sources.hub import hub_state
 
 if TYPE_CHECKING:
@@ -79,14 +80,17 @@ def convert(
         revision: branch, tag or commit on the Hub, for the config, the weights and every other file alike.
         resume: reserved. Today it has no effect: an interrupted conversion leaves nothing that is taken up again, and
             the next call starts from the beginning.
-        verify: compare the result with transformers' own class afterwards, see `verify`. The destination stays in
-            place whatever the outcome; look at `report.certificate.ok`.
-        overwrite: replace a destination that holds a model. The old one is removed when the new one is complete.
+        verify: compare the result with transformers' own class before it is put in place, see `verify`. The destination
+            is made whatever the comparison says, so look at `report.certificate.ok`; but one that is there already is
+            not replaced by a model that should be the same and is not.
+        overwrite: replace a destination that holds a model and nothing else, when the new one is complete.
         allow_pickle: read `pytorch_model*.bin` where there is no safetensors.
         progress: a bar on stderr, nothing, or a function of (bytes done, bytes in all).
 
     Raises:
-        ConversionError: one of its subclasses, saying what was wrong, where, and what to do; nothing is written then.
+        DifferentModel: the comparison found a difference, and the destination exists.
+        ConversionError: another of its subclasses, saying what was wrong, where, and what to do; nothing is written
+            then, and what was there stays.
     """
     from . import cards
 
@@ -100,7 +104,7 @@ def convert(
     config.converted_from = {**(config.converted_from or {}), **hub_state(checkpoint.path)}
     write_adapter = beside(destination, adapter, plan, "ours", checkpoint, allow_pickle)
 
-    def write_config(folder: Path) -> None:
+    def finish(folder: Path, report: Report) -> Report:
         write_adapter(folder)
         cards.set_aside(folder)
         for file in code_files():
@@ -109,28 +113,33 @@ def convert(
         generation = generation_config(checkpoint)
         if generation is not None and not (folder / GENERATION_CONFIG).is_file():
             write_json(folder / GENERATION_CONFIG, generation.to_diff_dict())
+        cards.write(folder, report=report)
+        if not verify:
+            return report
+        from .certificate import verify as certify
 
-    report = carry(
+        found = certify(checkpoint.path, folder, allow_pickle=allow_pickle, progress=progress is True)
+        certificate = replace(found, ours=report.destination)
+        if not certificate.ok and report.byte_exact and Path(report.destination).is_dir():
+            raise DifferentModel(
+                f"{source} is not what it was converted into, so {destination} is left as it was: "
+                f"{'; '.join(certificate.problems)}. Convert it into an empty folder to see where they differ."
+            )
+        cards.write(folder, report=report, certificate=certificate)
+        return replace(report, certificate=certificate)
+
+    return carry(
         checkpoint,
         plan,
         "ours",
         destination,
-        write_config,
+        finish,
         started=started,
         cast=cast,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         progress=progress,
     )
-    card = cards.write(destination, report=report)
-    report = replace(report, files=tuple(sorted((*report.files, card.name))))
-    if not verify:
-        return report
-    from .certificate import verify as certify
-
-    certificate = certify(checkpoint.path, destination, allow_pickle=allow_pickle, progress=progress is True)
-    cards.write(destination, report=report, certificate=certificate)
-    return replace(report, certificate=certificate)
 
 
 def export(
@@ -172,19 +181,20 @@ def export(
 
     write_adapter = beside(destination, adapter, plan, "theirs", checkpoint)
 
-    def write_config(folder: Path) -> None:
+    def finish(folder: Path, report: Report) -> Report:
         cards.give_back(checkpoint.path, folder)
         write_json(folder / CONFIG, foreign)
         write_adapter(folder)
         if plan.family.container is not None:
             plan.family.container(folder)
+        return report
 
     return carry(
         checkpoint,
         plan,
         "theirs",
         destination,
-        write_config,
+        finish,
         started=started,
         cast=cast,
         max_shard_size=max_shard_size,
@@ -218,7 +228,9 @@ def beside(
         return lambda folder: None
     from . import adapter as adapters
 
-    config, tensors = adapters.translate(adapters.open_adapter(adapter, allow_pickle=allow_pickle), plan, to, base)
+    opened = adapters.open_adapter(adapter, allow_pickle=allow_pickle)
+    keep((opened.path,), Path(os.path.realpath(Path(destination).expanduser())))
+    config, tensors = adapters.translate(opened, plan, to, base)
     model = str(Path(destination).expanduser())
     return lambda folder: adapters.write(folder / adapters.FOLDER, config, tensors, model)
 
@@ -274,13 +286,21 @@ def generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     nothing."""
     from transformers import GenerationConfig
 
-    if (checkpoint.path / GENERATION_CONFIG).is_file():
-        return GenerationConfig.from_pretrained(checkpoint.path)
+    file = checkpoint.path / GENERATION_CONFIG
+    if file.is_file():
+        read_json(file)  # transformers takes what it cannot read for what is not there
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.path)
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file}: transformers cannot read it: {error}") from error
     usual = {**GenerationConfig._get_default_generation_params(), **dict.fromkeys(GENERATION_TOKENS)}
     said = {name: value for name, value in checkpoint.config.items() if name in usual and value != usual[name]}
     if not said.keys() - {"use_cache", *GENERATION_TOKENS}:
         return None
-    return GenerationConfig(**said)
+    try:
+        return GenerationConfig(**said)
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: {some(said)} in its config cannot be read: {error}") from error
 
 
 def open_foreign(source: Source, revision: str | None, allow_pickle: bool) -> Checkpoint:
@@ -303,7 +323,7 @@ def carry(
     plan: Plan,
     to: Side,
     destination: Source,
-    write_config: Callable[[Path], None],
+    finish: Callable[[Path, Report], Report],
     *,
     started: float,
     cast: torch.dtype | None,
@@ -311,7 +331,11 @@ def carry(
     overwrite: bool,
     progress: Progress,
 ) -> Report:
-    """Run a plan from a checkpoint into a new folder."""
+    """Run a plan from a checkpoint into a new folder.
+
+    Args:
+        finish: puts all but the tensors and the source's companions into the folder, given the report so far.
+    """
     target = Path(destination).expanduser()
     layout = written_layout(plan, checkpoint.dtypes, to, cast)
     changed = layout != written_layout(plan, checkpoint.dtypes, to, None)
@@ -321,30 +345,32 @@ def carry(
     size = sum(info.nbytes for info in [*layout.values(), *beside.values()])
     room = size + checkpoint.companion_bytes + SMALL_FILES
     moved = chain(plan.stream(checkpoint.read, to=to), aside.stream() if among else ())
-    tensors = ((name, tensor.to(layout[name].dtype)) for name, tensor in moved)
-    with staged(target, size=room, overwrite=overwrite, source=checkpoint.path) as folder:
+    tensors = ((name, cast_to(layout[name].dtype, name, tensor)) for name, tensor in moved)
+    with staged(target, size=room, overwrite=overwrite, source=checkpoint) as folder:
         checkpoint.write_companions(folder)
         with meter(progress, f"{plan.family.name} -> {target.name}", size) as advance:
             write_tensors(folder, tensors, layout, max_shard_size, advance)
             if beside:
                 aside.write(folder, max_shard_size, advance)
-        write_config(folder)
-    seconds = time.perf_counter() - started
-    return Report(
-        source=checkpoint.source,
-        destination=str(target),
-        family=plan.family.name,
-        tensors=len(layout),
-        bytes=size,
-        seconds=seconds,
-        megabytes_per_second=size / 1e6 / seconds,
-        peak_rss_bytes=peak_rss_bytes(),
-        byte_exact=not checkpoint.made and not changed,
-        made=checkpoint.made,
-        cast=str(cast).removeprefix("torch.") if changed else None,
-        dropped=dict(plan.dropped),
-        files=tuple(sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())),
-    )
+        seconds = time.perf_counter() - started
+        report = Report(
+            source=checkpoint.source,
+            destination=str(target),
+            family=plan.family.name,
+            tensors=len(layout),
+            bytes=size,
+            seconds=seconds,
+            megabytes_per_second=size / 1e6 / seconds,
+            peak_rss_bytes=peak_rss_bytes(),
+            byte_exact=not checkpoint.made and not changed,
+            made=checkpoint.made,
+            cast=str(cast).removeprefix("torch.") if changed else None,
+            dropped=dict(plan.dropped),
+            files=(),
+        )
+        report = finish(folder, report)
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return replace(report, files=tuple(files))
 
 
 KEPT_IN_FP32 = modeling_llmarch.LlmArchPreTrainedModel._keep_in_fp32_modules_strict
@@ -371,6 +397,23 @@ def written_layout(
         (dtype,) = found
         layout |= {name: TensorInfo(tuple(shapes[name]), dtype) for name in written}
     return layout
+
+
+def cast_to(dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
+    """
+    Raises:
+        ConversionError: a number is too large for the dtype, and would become infinite.
+    """
+    if tensor.dtype == dtype or not tensor.numel():
+        return tensor.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
+        ends = torch.stack(tensor.aminmax())
+        if not ends.isfinite().all():  # what is infinite already hides the others
+            ends = torch.stack(tensor.where(tensor.isfinite(), 0).aminmax())
+        if not ends.to(dtype).float().isfinite().all():
+            largest = ends.abs().max().item()
+            raise ConversionError(f"{name} holds {largest:.3g}, too large for {dtype}: choose one with a wider range.")
+    return tensor.to(dtype)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -31,6 +31,10 @@ class DestinationError(ConversionError):
     """The destination cannot be written to, or holds something that would be lost."""
 
 
+class DifferentModel(ConversionError):
+    """A converted model is not the original, where it was to be put in the place of another."""
+
+
 def some(names: Collection[str], limit: int = 5) -> str:
     """The first few names and how many there are in all, for an error message."""
     shown = ", ".join(list(names)[:limit])

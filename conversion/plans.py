@@ -322,8 +322,13 @@ def skeleton_of(config: LlmArchConfig, architecture: str) -> Skeleton:
 
     if not hasattr(modeling_llmarch, architecture):
         raise ConversionError(f"hf_llmarch has no class {architecture!r}.")
-    with torch.device("meta"):
-        model = getattr(modeling_llmarch, architecture)(copy.deepcopy(config))
+    try:
+        with torch.device("meta"):
+            model = getattr(modeling_llmarch, architecture)(copy.deepcopy(config))
+    except (RuntimeError, OverflowError, TypeError, ZeroDivisionError) as error:
+        # Sizes that are each a number, and together no tensor.
+        reason = str(error).partition("\n")[0]
+        raise ConversionError(f"No model can be built with the sizes in this config: {reason}") from error
     tied = dict(model.all_tied_weights_keys)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
     prefix = model.base_model_prefix

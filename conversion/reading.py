@@ -8,7 +8,7 @@ something called `self` or `…config` and every name that is looked up by `geta
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -20,15 +20,21 @@ LOOKUPS = {"getattr", "hasattr", "get", "pop", "setdefault"}
 FOUNDATIONS = ("configuration_utils.py", "modeling_utils.py", "modeling_rope_utils.py", "generation/utils.py")
 
 
-@cache
-def keys_read(module: str) -> frozenset[str] | None:
+def keys_read(config: type, models: Iterable[str]) -> frozenset[str] | None:
     """The names that transformers' code for a config class may read; None where the class is not one of its own.
 
     Args:
-        module: the name of the one that defines the class.
+        models: names of the classes of models, in transformers, that are built from it.
     """
-    if not module.startswith("transformers.models."):
+    if not config.__module__.startswith("transformers.models."):
         return None
+    classes = (config, *(getattr(transformers, name) for name in models))
+    return frozenset().union(*(read_beside(kind.__module__) for kind in classes))
+
+
+@cache
+def read_beside(module: str) -> frozenset[str]:
+    """The names that may be read by the files of one of transformers' models."""
     folder = HOME.joinpath(*module.split(".")[1:-1])
     own = {path for kind in ("configuration", "modeling") for path in folder.glob(f"{kind}_*.py")}
     shared = {HOME / name for name in FOUNDATIONS}

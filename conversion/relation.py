@@ -101,7 +101,7 @@ def refuse_unsupported(family: Family, native: PreTrainedConfig, foreign: Mappin
         for name, value in foreign.items()
         if name in vars(native) and name not in states | known and not says_absent(value)
     ]
-    if unsupported and (read := keys_read(type(native).__module__)) is not None:
+    if unsupported and (read := keys_read(type(native), family.architectures.values())) is not None:
         unsupported = [name for name in unsupported if name in read]
     if unsupported:
         raise UnsupportedField(

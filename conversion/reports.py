@@ -132,7 +132,7 @@ class Report:
         source, destination: where from and where to.
         family: the foreign side's `model_type`.
         tensors, bytes: written.
-        seconds: from the call to the finished folder, reading headers and planning included, verification not.
+        seconds: from the call to the last weight on disk, reading headers and planning included, verification not.
         megabytes_per_second: bytes written / 1e6 / seconds.
         peak_rss_bytes: the process's largest resident memory so far, pages of mapped source files included; None where
             the system does not tell.

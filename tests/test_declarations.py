@@ -29,10 +29,10 @@ from hf_llmarch.model.backends import AROUND, HONOURS, refuse_backend
 from hf_llmarch.model.block import ATTENTIONS
 from hf_llmarch.model.compat import CACHE
 from hf_llmarch.model.declarations import Facts, Feature, facts
-from hf_llmarch.model.routing import ROUTERS, Router
 from hf_llmarch.model.norms import NORMS, Norm, RMSNorm
 from hf_llmarch.model.parallel import pipeline_plan, refuse_sizes, tensor_parallel_plan
 from hf_llmarch.model.positions import POSITIONS, ScoreBias
+from hf_llmarch.model.routing import ROUTERS, Router
 from tiny import MOE, assert_close, redraw, text, tiny_config, tiny_model
 
 pytestmark = pytest.mark.core

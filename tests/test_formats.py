@@ -191,12 +191,22 @@ def test_mpt_is_as_wide_as_its_tensors_say(tmp_path: Path) -> None:
     assert_close(logits(load(tmp_path / "source"), IDS), logits(model, IDS), "native")
 
 
+ALL_LISTED = {"mlp_layer_types": ["dense"] * 3}
 ALL_DENSE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 3},
     "deepseek_v2-lite": {"first_k_dense_replace": 8},
     "deepseek_v3": {"first_k_dense_replace": 7},
     "qwen2_moe": {"mlp_only_layers": [0, 1, 2]},
     "qwen3_moe": {"decoder_sparse_step": 9, "mlp_only_layers": []},
+    "flint": {"mlp_only_layers": [0, 1, 2]},
+    "dots1": {"first_k_dense_replace": 3},
+    "glm4_moe": {"first_k_dense_replace": 3},
+    "glm4_moe_lite": ALL_LISTED,
+    "exaone_moe": ALL_LISTED,
+    "hy_v3": ALL_LISTED,
+    "mellum": ALL_LISTED,
+    "cohere2_moe-dense-first": ALL_LISTED,
+    "ernie4_5_moe": {"moe_layer_start_index": 3, "moe_layer_end_index": 2},
 }
 
 

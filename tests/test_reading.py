@@ -75,7 +75,7 @@ def test_what_a_native_model_reads_as_it_runs_is_found_in_its_code(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.for_model(**config_of(family))
-    found = keys_read(type(config).__module__)
+    found = keys_read(type(config), families()[family].architectures.values())
     assert found is not None
     with recorded(monkeypatch) as names:
         run(native_model(config_of(family)))
@@ -132,7 +132,8 @@ def test_keys_that_transformers_reads_stay_errors(family: str, changes: dict[str
 
 def test_no_list_repeats_what_the_code_tells() -> None:
     """A key in a list that no class reads would be a fact kept twice."""
-    modules = {name: type(AutoConfig.for_model(name)).__module__ for name in FAMILIES}
-    read = {name: keys_read(module) or frozenset() for name, module in modules.items()}
+    configs = {name: type(AutoConfig.for_model(name)) for name in FAMILIES}
+    models = {name: families()[name].architectures.values() for name in FAMILIES}
+    read = {name: keys_read(configs[name], models[name]) or frozenset() for name in FAMILIES}
     assert not [key for key in INERT if not any(key in keys for keys in read.values())]
     assert not {name: idle for name in FAMILIES if (idle := [k for k in families()[name].inert if k not in read[name]])}

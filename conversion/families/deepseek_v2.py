@@ -20,14 +20,13 @@ from .common import (
     SPELLINGS,
 )
 from .experts import (
+    ROUTED,
     always,
     as_ours,
     as_theirs,
     expert_width,
-    experts,
     if_sparse,
     layer_kinds,
-    router,
     routing,
     shared_experts,
 )
@@ -63,6 +62,7 @@ LATENT_ATTENTION: list[Entry] = [
     # Follows from the widths above; transformers' class sets it to the rotated part of a head.
     as_theirs(("head_dim", "qk_head_dim"), lambda config: {}),
 ]
+# Fine-grained experts of one width, and shared ones that are so many times as wide.
 FINE_EXPERTS: list[Entry] = [
     *routing("n_routed_experts"),
     Field("routed_scaling_factor"),
@@ -77,16 +77,15 @@ FINE_EXPERTS: list[Entry] = [
             "n_shared_experts": config.shared_width // expert_width(config),
         },
     ),
-    as_ours(_dense_first),
-    always("moe_layer_freq", 1),
 ]
 
 
-def fine_experts_and(*entries: Entry) -> list[Entry]:
-    """Which layers have experts, and how these are chosen; some of that differs between V2 and V3."""
+def experts_after_dense(*entries: Entry) -> list[Entry]:
+    """Entries about experts of a family whose first layers are dense."""
     return [
-        *if_sparse(_dense_first, [*FINE_EXPERTS, *entries]),
+        *if_sparse(_dense_first, [as_ours(_dense_first), *entries]),
         as_theirs(("first_k_dense_replace",), _first_sparse),
+        always("moe_layer_freq", 1),
     ]
 
 
@@ -97,16 +96,21 @@ DEEPSEEK_CONFIG: list[Entry] = [
     Field("hidden_act"),
     *LATENT_ATTENTION,
 ]
+LATENT_WEIGHTS: list[Rule] = [
+    *(rule for name in ("q_proj", "q_b_proj", "kv_b_proj") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_layernorm", "kv_a_layernorm") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") for rule in both(f"{ATTN}.{name}")),
+]
+FINE_WEIGHTS: list[Rule] = [
+    *ROUTED,
+    *shared_experts(f"{LAYER}.mlp.shared_experts"),
+]
 DEEPSEEK_WEIGHTS: list[Rule] = [
     *HEAD,
     *PRE_NORMS,
     *MLP,
-    *(rule for name in ("q_proj", "q_b_proj", "kv_b_proj") for rule in weight(f"{ATTN}.{name}")),
-    *(rule for name in ("q_a_layernorm", "kv_a_layernorm") for rule in weight(f"{ATTN}.{name}")),
-    *(rule for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") for rule in both(f"{ATTN}.{name}")),
-    *router(f"{LAYER}.mlp.gate"),
-    *experts(f"{LAYER}.mlp.experts.{{e}}"),
-    *shared_experts(f"{LAYER}.mlp.shared_experts"),
+    *LATENT_WEIGHTS,
+    *FINE_WEIGHTS,
 ]
 
 
@@ -124,7 +128,8 @@ FAMILY = Family(
     config=[
         *DEEPSEEK_CONFIG,
         Const("rope_interleaved", True),
-        *fine_experts_and(
+        *experts_after_dense(
+            *FINE_EXPERTS,
             Const("norm_topk_prob", False),
             # transformers' class does not read it; DeepSeek's own code does.
             always("norm_topk_prob", False),

@@ -47,6 +47,10 @@ def router(theirs: str) -> list[Rule]:
     return weight(theirs, f"{LAYER}.mlp.gate")
 
 
+# As most call them.
+ROUTED: list[Rule] = [*router(f"{LAYER}.mlp.gate"), *experts(f"{LAYER}.mlp.experts.{{e}}")]
+
+
 def shared_experts(theirs: str) -> list[Rule]:
     """The rules for the feed-forward that every token passes."""
     return [
@@ -159,3 +163,30 @@ QWEN_EXPERTS: list[Entry] = [
 def qwen_experts_and(*entries: Entry) -> list[Entry]:
     """Theirs, and what one family has besides."""
     return [*QWEN_EXPERTS, *if_sparse(_sparse_layers, entries)]
+
+
+# The width of what every token passes.
+SHARED_WIDTH: list[Entry] = [
+    Derived(
+        ("shared_expert_intermediate_size",),
+        lambda native: {"shared_expert_intermediate_size": native.shared_expert_intermediate_size},
+        lambda config: {"shared_expert_intermediate_size": config.shared_width},
+    )
+]
+
+
+def _listed_layers(native: Any) -> Values:
+    return {"mlp_layer_types": native.mlp_layer_types}
+
+
+def experts_where_listed(*entries: Entry) -> list[Entry]:
+    """Entries about experts of a family with a list of its own, one a layer."""
+    return [
+        *if_sparse(_listed_layers, [as_ours(_listed_layers), *entries]),
+        as_theirs(("mlp_layer_types",), lambda config: {"mlp_layer_types": layer_kinds(config)}),
+    ]
+
+
+def selection_bias(theirs: str) -> list[Rule]:
+    """The bias that experts are picked by, and not weighed by."""
+    return [Rule((theirs,), (f"{LAYER}.mlp.gate.e_score_correction_bias",), rename)]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from math import prod
+from operator import and_
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..errors import CheckpointError, some
+from .bounds import check_config
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -42,6 +48,16 @@ class TensorInfo(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+# What tells that a file is not what it was: where it lies on the disk, its size, and when it was written to.
+State = tuple[int, int, int]
+
+
+def states(paths: Iterable[Path]) -> dict[Path, State]:
+    """The state of each path that is a file."""
+    found = {path: path.stat() for path in paths if path.is_file()}
+    return {path: (of.st_ino, of.st_size, of.st_mtime_ns) for path, of in found.items()}
+
+
 class Checkpoint(ABC):
     """A model on disk: its config, the headers of its tensors, and their bytes on request.
 
@@ -51,15 +67,25 @@ class Checkpoint(ABC):
         config: the foreign (or our) config.json as a dict.
         tensors: name -> shape and dtype, in the order of the files.
         made: how the numbers that `read` returns came about; empty where they are on disk, bit for bit.
+        states: of the files when they were opened.
     """
 
     made = ""
 
-    def __init__(self, source: str, path: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]):
+    def __init__(
+        self,
+        source: str,
+        path: Path,
+        config: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+        states_before: Mapping[Path, State] | None = None,
+    ):
+        check_config(path, config, {name: info.shape for name, info in tensors.items()})
         self.source = source
         self.path = path
         self.config = config
         self.tensors = tensors
+        self.states = {**states(self.files), **(states_before or {})}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,6 +126,34 @@ class Checkpoint(ABC):
     def companion_bytes(self) -> int:
         """Their size in bytes, or an upper estimate of it where they are yet to be made."""
         return sum((self.path / name).stat().st_size for name in self.companions)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that is read."""
+        return (self.path,)
+
+    @property
+    def model_files(self) -> tuple[Path, ...]:
+        """Those of the files that hold the config, first, and the weights."""
+        return self.files
+
+    def rights(self, weights: bool) -> int:
+        """The permissions, as bits of a mode, that the file of the config has, or all that the weights come from."""
+        files = self.model_files if weights else self.model_files[:1]
+        return reduce(and_, (os.stat(file).st_mode for file in files), 0o666)
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointError: naming the files that are not what they were when they were opened.
+        """
+        now = states(self.files)
+        changed = [file.name for file in {**self.states, **now} if now.get(file) != self.states.get(file)]
+        if changed:
+            raise CheckpointError(
+                f"{self.path} changed while it was read: {some(changed)}. What was read may be of two states; run it "
+                "again when nobody writes there."
+            )
 
     @property
     def native_kwargs(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class SafetensorsFile:
     """One safetensors file: its header now, its tensors on request."""
 
     def __init__(self, path: Path):
+        self.path = path
         try:
             self._file = safe_open(path, framework="pt")
             slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
@@ -50,14 +51,16 @@ class PickleFile:
     """One `torch.save` file, read without running its code, and mapped where its format allows (zip, torch >= 1.6)."""
 
     def __init__(self, path: Path):
+        self.path = path
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # torch.load raises anything from EOFError to UnpicklingError
             raise CheckpointError(f"{path} could not be read with weights_only=True: {error}") from error
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
+        if not named or not all(isinstance(value, Tensor) for value in state.values()):
             raise CheckpointError(
-                f"{path} is not a flat table of tensors. If it is a training checkpoint, save its model's state_dict() "
-                "on its own."
+                f"{path} is not a flat table of named tensors. If it is a training checkpoint, save its model's "
+                "state_dict() on its own."
             )
         self._state: dict[str, Tensor] = state
         self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in state.items()}
@@ -170,6 +173,8 @@ def has_adapter(folder: Path) -> bool:
 def parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deep to be read as JSON.") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
 

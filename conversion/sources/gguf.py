@@ -6,8 +6,9 @@ metadata and passes over the rest; here a key that would change the numbers and 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gguf import MODEL_ARCH, GGUFReader, ReaderTensor, dequantize, get_tensor_name_map
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from ..errors import CheckpointError, some
 from .base import Checkpoint, TensorInfo
+from .bounds import check_config
 from .files import GENERATION_CONFIG
 
 ARCHITECTURE = "llama"
@@ -45,11 +47,14 @@ class GgufCheckpoint(Checkpoint):
     made = "dequantised; equal to what transformers dequantises"
 
     def __init__(self, source: str, path: Path):
+        check_header(path)
         try:
             self._reader = GGUFReader(path)
         except Exception as error:  # GGUFReader raises anything from ValueError to IndexError
             raise CheckpointError(f"{path} is no complete GGUF file: {error}. Fetch it again.") from error
         config = read_config(path, self._reader)
+        # Before a model is built to name its tensors.
+        check_config(path, config, {t.name: tuple(int(size) for size in t.shape) for t in self._reader.tensors})
         names = hugging_face_names(config)
         self._stored: dict[str, ReaderTensor] = {}
         for tensor in self._reader.tensors:
@@ -94,7 +99,7 @@ class GgufCheckpoint(Checkpoint):
         if len(self.companions) == 1:
             return
         try:
-            tokenizer = AutoTokenizer.from_pretrained(**self.native_kwargs)
+            tokenizer = AutoTokenizer.from_pretrained(**self.native_kwargs, trust_remote_code=False)
         except Exception as error:  # the many ways in which transformers refuses a vocabulary
             raise CheckpointError(f"{self.path}: transformers cannot read its tokenizer: {error}") from error
         for argument in LOADING_ARGUMENTS:
@@ -104,6 +109,54 @@ class GgufCheckpoint(Checkpoint):
     @property
     def native_kwargs(self) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
+
+
+# Bytes of a value of the metadata by its type; beside these, strings and arrays.
+VALUES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+STRING, ARRAY = 8, 9
+# Name, type and at least one byte of a value; name, dimensions, type and place of a tensor.
+SHORTEST_VALUE, SHORTEST_TENSOR = 13, 24
+
+
+def check_header(path: Path) -> None:
+    """Walk over the metadata once: the reader believes a length before it looks whether so much is there.
+
+    Raises:
+        CheckpointError: naming the length that the file cannot hold.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        order: Literal["little", "big"] = "big" if start[4:6] == b"\0\0" else "little"
+
+        def number(width: int) -> int:
+            return int.from_bytes(file.read(width), order)
+
+        def bounded(what: str, count: int, width: int) -> int:
+            if count * width > size - file.tell():
+                raise CheckpointError(
+                    f"{path} is no complete GGUF file: {what} has {count} entries, more than the {size} bytes of the "
+                    "file can hold. Fetch it again."
+                )
+            return count
+
+        def string(what: str) -> bytes:
+            return file.read(bounded(what, number(8), 1))
+
+        tensors, values = number(8), number(8)
+        bounded("its list of tensors", tensors, SHORTEST_TENSOR)
+        for _ in range(bounded("its metadata", values, SHORTEST_VALUE)):
+            name = string("the name of a key").decode(errors="replace")
+            kind, count = number(4), 1
+            if kind == ARRAY:
+                kind, count = number(4), number(8)
+            if kind == STRING:
+                for _ in range(bounded(name, count, 8)):
+                    string(name)
+            elif kind in VALUES:
+                file.seek(bounded(name, count, VALUES[kind]) * VALUES[kind], os.SEEK_CUR)
+            else:
+                raise CheckpointError(f"{path}: the metadata {name!r} is of type {kind}, which GGUF files do not use.")
 
 
 def read_config(path: Path, reader: GGUFReader) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, some
 from .base import Checkpoint, TensorInfo
+from .bounds import short
 
 Shape = tuple[int, ...]
 # What a public tensor and its scales look like, given the shape in which its code is stored.
@@ -45,9 +46,12 @@ class Coding:
 
 def scaled_blocks(settings: Mapping[str, Any]) -> Coding | None:
     """8-bit floats (e4m3), 2-D, with a scale a block; the last block of rows or columns may be cut short."""
-    if not settings.get("weight_block_size"):
+    block = settings.get("weight_block_size")
+    if not block:
         return None
-    rows, columns = settings["weight_block_size"]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise CheckpointError(f"weight_block_size in {SETTINGS} is {short(block)}, not two sizes.")
+    rows, columns = block
 
     def shapes(code: Shape) -> tuple[Shape, Shape]:
         return code, (-(-code[0] // rows), -(-code[1] // columns))
@@ -150,7 +154,15 @@ class QuantisedCheckpoint(Checkpoint):
                     f"stored as {list(stored.tensors[code].shape)}."
                 )
             tensors[name] = TensorInfo(shape, torch.bfloat16)
-        super().__init__(stored.source, stored.path, config, tensors)
+        super().__init__(stored.source, stored.path, config, tensors, stored.states)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self._stored.files
+
+    @property
+    def model_files(self) -> tuple[Path, ...]:
+        return self._stored.model_files
 
     def read(self, name: str) -> Tensor:
         if name not in self._coded:

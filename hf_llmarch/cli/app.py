@@ -29,7 +29,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from hf_llmarch.conversion.certificate import Certificate
     from hf_llmarch.conversion.engine import Report
-    from hf_llmarch.study.balance import ExpertLoad
 
 
 class Exit(IntEnum):
@@ -91,6 +90,8 @@ COMMON = (
 )
 
 
+# Characters of an error message: what a source is called, or what a library says of it, can have any length.
+LONGEST_MESSAGE = 4000
 # How configs, the Hub client and a missing extra refuse, besides the conversion's own errors, which are ValueErrors.
 REFUSALS = (ValueError, OSError, ImportError)
 
@@ -105,7 +106,7 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
                 answer = function(**options)
         except (typer.BadParameter, typer.Exit):
             raise
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             raise typer.Exit(report(error, json=json, debug=debug)) from error
         if json:
             print_json(answer.data)
@@ -123,21 +124,28 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
     return function
 
 
-def report(error: Exception, *, json: bool, debug: bool) -> Exit:
+def report(error: BaseException, *, json: bool, debug: bool) -> Exit:
     """Tell what went wrong in one line on stderr, with `json` as an object on stdout as well. Returns the exit code."""
     code = exit_code(error)
+    message = plain(str(error)) or type(error).__name__
     if json:
-        print_json({"error": type(error).__name__, "message": str(error), "exit_code": code.value})
+        print_json({"error": type(error).__name__, "message": message, "exit_code": code.value})
     if debug:
         traceback.print_exception(error, file=sys.stderr)
-    message = " ".join(str(error).split()) or type(error).__name__
     if code is Exit.INTERNAL:
         message = f"{type(error).__name__}: {message} This is a defect in hf_llmarch (--debug shows where)."
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error[/] {escape(message)}", highlight=False)
     return code
 
 
-def exit_code(error: Exception) -> Exit:
+def plain(text: str) -> str:
+    """A message on one line, of readable length, in which nothing moves a cursor or changes a colour."""
+    start = " ".join(text[: 2 * LONGEST_MESSAGE].split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in start)
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]}…"
+
+
+def exit_code(error: BaseException) -> Exit:
     """The exit code for an exception: the first row that fits."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -145,6 +153,8 @@ def exit_code(error: Exception) -> Exit:
 
     full = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
     rows: tuple[tuple[bool, Exit], ...] = (
+        (isinstance(error, KeyboardInterrupt), Exit.INTERRUPTED),
+        (isinstance(error, errors.DifferentModel), Exit.DIFFERENT),
         (isinstance(error, errors.NotExpressible), Exit.NOT_EXPRESSIBLE),
         (isinstance(error, errors.DestinationError), Exit.DESTINATION),
         (isinstance(error, OSError) and error.errno in full, Exit.DESTINATION),
@@ -156,16 +166,20 @@ def exit_code(error: Exception) -> Exit:
 def print_json(data: dict[str, Any]) -> None:
     # JSON has no NaN, which a comparison with a broken model can give: there it becomes null.
     strict = json_format.loads(json_format.dumps(data), parse_constant=lambda _: None)
-    print(json_format.dumps(strict, indent=2, ensure_ascii=False))
+    text = json_format.dumps(strict, indent=2, ensure_ascii=False)
+    # A file's name need not be UTF-8; what it cannot say becomes JSON's own escape.
+    print(text.encode("utf-8", "backslashreplace").decode())
 
 
 def facts(title: str, values: dict[str, str]) -> Table:
     """A table of names and values, in the order given."""
-    table = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    table = Table(
+        title=escape(plain(title)), title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in values.items():
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(plain(value)))
     return table
 
 
@@ -268,63 +282,9 @@ def switches(
     return Answer({"switches": rows}, Group(*tables))
 
 
-# ---- inspect
-
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
-
-
-@command
-def inspect(
-    source: Annotated[str, typer.Argument(help="An llmarch folder or Hub id, or a checkpoint of any family.")],
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the text; default: the model's longest.")] = None,
-    text: Annotated[str | None, typer.Option(help="Run this text, and show how it spreads over the experts.")] = None,
-    revision: Revision = None,
-) -> Answer:
-    """What each layer sees: its attention, its positions, how far back the last token reads; the load of experts; how
-    much of a quantised model is quantised."""
-    from dataclasses import asdict
-
-    from hf_llmarch.conversion.engine import config_of
-    from hf_llmarch.study.analysis import receptive_field
-
-    config = config_of(source, revision=revision)
-    layers = receptive_field(config, length)
-    table = Table(title=f"The last of {length or config.max_position_embeddings:,} tokens", box=box.SIMPLE_HEAD)
-    for column in ("layer", "attention", "heads", "positions", "reads", "reaches", "feed-forward"):
-        table.add_column(column)
-    sparse = config.mlp_layer_types or ["dense"] * config.num_hidden_layers
-    for layer in layers:
-        own = config.layer(layer.layer)
-        heads = f"{own.attention_kind} {own.num_attention_heads}/{own.num_key_value_heads}"
-        reads, reaches = f"{layer.direct:,}", f"{layer.reach:,}"
-        table.add_row(str(layer.layer), layer.kind, heads, layer.positions, reads, reaches, sparse[layer.layer])
-    views: list[RenderableType] = [table]
-    data: dict[str, Any] = {"layers": [asdict(layer) for layer in layers]}
-    if text is not None:
-        loads = expert_loads(source, text, revision)
-        views.append(facts("Experts", {load.name: str(load).partition(": ")[2] for load in loads}))
-        data["experts"] = [{**asdict(load), "entropy": load.entropy, "busiest": load.busiest} for load in loads]
-    if getattr(config, "quantization_config", None):
-        from hf_llmarch.integrations.quantisation import quantised_share
-
-        share = quantised_share(source, revision=revision)
-        views.append(facts("Quantised", share.facts))
-        data["quantised"] = {**asdict(share), "share": share.share, "bits": share.bits, "advice": share.advice}
-    return Answer(data, Group(*views))
-
-
-def expert_loads(source: str, text: str, revision: str | None) -> "list[ExpertLoad]":
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hf_llmarch.study.balance import expert_load
-
-    tokens = AutoTokenizer.from_pretrained(source, revision=revision)(text, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision)
-    return expert_load(model, input_ids=tokens.input_ids)
-
-
 # ---- convert, export, verify
 
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
 Family = Annotated[str | None, typer.Option(help="The family's `model_type`; default: what the source says.")]
 DType = Annotated[
     str | None, typer.Option(help="Cast to `float32`, `bfloat16` or `float16`; default: keep every byte.")

@@ -244,7 +244,7 @@ def convert_experts_layout(
     tensors = (named for move in plan for named in move.run(checkpoint.read))
     target = Path(destination).expanduser()
     size = checkpoint.total_bytes + checkpoint.companion_bytes + SMALL_FILES
-    with staged(target, size=size, overwrite=overwrite, source=checkpoint.path) as folder:
+    with staged(target, size=size, overwrite=overwrite, source=checkpoint) as folder:
         checkpoint.write_companions(folder)
         write_tensors(folder, tensors, written, max_shard_size)
         write_json(folder / CONFIG, {**checkpoint.config, "experts_layout": layout})
