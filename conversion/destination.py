@@ -27,6 +27,7 @@ from hf_llmarch.model.compat import code_files
 
 from .errors import CheckpointError, DestinationError, some
 from .sources.base import Checkpoint, TensorInfo
+from .sources.code import closure, named_in
 from .sources.files import CONFIG, PICKLE, SAFETENSORS
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -254,7 +255,7 @@ def not_of_model(folder: Path, new: Path, carried: Collection[str] = ()) -> list
     """What lies in a folder and is neither part of a model nor a file that `new` has as well."""
     entries = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     entries += [path.relative_to(folder) for path in folder.rglob("*") if path.is_dir() and not any(path.iterdir())]
-    patterns = (*MODEL_FILES, *(file.name for file in code_files()))
+    patterns = (*MODEL_FILES, *(file.name for file in (*code_files(), *closure(folder, named_in(folder)))))
     own = [n for n in entries for p in patterns if fnmatchcase(str(n), p) and p.count("/") == len(n.parts) - 1]
     return [
         name.as_posix()

@@ -92,7 +92,7 @@ def convert(
         ConversionError: another of its subclasses, saying what was wrong, where, and what to do; nothing is written
             then, and what was there stays.
     """
-    from . import cards
+    from . import cards, source_code
 
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
@@ -107,6 +107,7 @@ def convert(
     def finish(folder: Path, report: Report) -> Report:
         write_adapter(folder)
         cards.set_aside(folder)
+        source_code.carry(checkpoint.path, folder)
         for file in code_files():
             shutil.copyfile(file, folder / file.name)
         config.save_pretrained(folder)
@@ -168,7 +169,7 @@ def export(
         NotExpressible: the family cannot say what the model's config says; the message names the fields.
         ConversionError: another subclass, as for `convert`.
     """
-    from . import cards
+    from . import cards, source_code
 
     started = time.perf_counter()
     cast = resolve_dtype(dtype)
@@ -184,6 +185,7 @@ def export(
     def finish(folder: Path, report: Report) -> Report:
         cards.give_back(checkpoint.path, folder)
         write_json(folder / CONFIG, foreign)
+        source_code.give_back(checkpoint.path, folder)
         write_adapter(folder)
         if plan.family.container is not None:
             plan.family.container(folder)

@@ -1,7 +1,8 @@
 """Tensors that our model does not read and others do: kept beside it, and given back on export.
 
 DeepSeek-V3's layer for multi-token prediction is one. They lie in a folder of their own, where no loader looks for
-weights, under the names and in the bytes of the source. The source's model card lies there as well: see `cards`.
+weights, under the names and in the bytes of the source. The source's model card and its code lie there as well: see
+`cards` and `source_code`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from hf_llmarch.conversion.errors import CheckpointError, ConversionError, NotEx
 from hf_llmarch.conversion.plans import WRAPPERS
 from hf_llmarch.conversion.preserved import Aside, true_config
 from hf_llmarch.conversion.sources import open_checkpoint
+from hf_llmarch.model import attention
 from tests import family_configs, test_encoders, test_seq2seq
 from tests.test_conversion import (
     GGUF_SIZES,
@@ -257,6 +261,120 @@ def test_falcon_from_before_its_port(size: str, tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     there_and_back(source, tmp_path)
     assert_close(logits(load(source), IDS), logits(model, IDS), "native")
+
+
+# -- code --------------------------------------------------------------------------------------------------------------
+
+# A tokenizer of two files, of which one is called as one of ours is, and a model that says it has code of its own.
+TOKENIZER = """
+from transformers import PreTrainedTokenizer
+
+from .attention import VOWELS
+from .odd_letters import (
+    number,
+)
+
+
+class OddTokenizer(PreTrainedTokenizer):
+    @property
+    def vocab_size(self):
+        return 97
+
+    def get_vocab(self):
+        return {chr(i + 32): i for i in range(97)}
+
+    def _tokenize(self, text):
+        return [letter for letter in text if letter not in VOWELS]
+
+    def _convert_token_to_id(self, token):
+        return number(token)
+"""
+CODE = {
+    "tokenization_odd.py": TOKENIZER,
+    "attention.py": "from .odd_letters import number\n\nVOWELS = 'aeiou'\r\n",
+    "odd_letters.py": "def number(letter):\n    return ord(letter) - 32\n",
+    "configuration_odd.py": "from transformers import LlamaConfig\n\n\nclass OddConfig(LlamaConfig):\n    pass\n",
+    "modeling_odd.py": "from .configuration_odd import OddConfig\nfrom .attention import VOWELS\nraise RuntimeError\n",
+}
+OPENS = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(tokenizer).__name__, tokenizer("An odd one").input_ids)
+"""
+
+
+def opened(folder: Path, cache: Path) -> str:
+    """What a process of its own prints, which finds no code but the folder's."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(cache)}
+    run = subprocess.run([sys.executable, "-c", OPENS, str(folder)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_code_that_is_named_goes_along_and_comes_back(changed: bool, tmp_path: Path) -> None:
+    source, ours, back = (tmp_path / name for name in ("source", "ours", "back"))
+    native().save_pretrained(source)
+    for name, text in {**CODE, "train.py": "raise RuntimeError\n"}.items():
+        (source / name).write_bytes(text.encode())
+    named = {"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddModel"}
+    edit_json(source / "config.json", auto_map={**named, "AutoTokenizer": ["tokenization_odd.OddTokenizer", None]})
+    settings = {
+        "tokenizer_class": "OddTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_odd.OddTokenizer", None]},
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = opened(source, tmp_path / "a")
+    assert expected == f"OddTokenizer {[ord(letter) - 32 for letter in 'An dd n']}\n"
+
+    convert(source, ours, progress=False)
+    assert opened(ours, tmp_path / "b") == expected
+    assert (ours / "attention.py").read_bytes() == Path(attention.__file__).read_bytes()
+    assert not (ours / "modeling_odd.py").exists()
+    if changed:
+        edit_json(ours / "tokenizer_config.json", model_max_length=77)
+    export(ours, back, progress=False)
+    assert opened(back, tmp_path / "c") == expected
+    assert {file.name: file.read_bytes().decode() for file in back.glob("*.py")} == CODE
+    assert config_of(back) == config_of(source)
+    more = {"model_max_length": 77} if changed else {}
+    assert json.loads((back / "tokenizer_config.json").read_text()) == {**settings, **more}
+    if not changed:
+        assert (back / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    # Another family has no use for the model's code, and the same tokenizer.
+    export(ours, tmp_path / "other", family="mistral", progress=False)
+    assert {file.name for file in (tmp_path / "other").glob("*.py")} == {*CODE} - {
+        "modeling_odd.py",
+        "configuration_odd.py",
+    }
+    # And once more over what is there.
+    convert(back, ours, overwrite=True, progress=False)
+    assert opened(ours, tmp_path / "d") == expected
+
+
+@pytest.mark.parametrize("name", ["../odd.T", "/tmp/odd.T", "a.b.T", "odd", "", 3, None, {"odd.T": 1}, [["odd.T"]]])
+def test_a_name_that_is_no_file_beside_is_left(name: Any, tmp_path: Path) -> None:
+    native().save_pretrained(tmp_path / "a/source")
+    (tmp_path / "a/odd.py").write_text("")
+    edit_json(tmp_path / "a/source/config.json", auto_map={"AutoTokenizer": name})
+    (tmp_path / "a/source/tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": name}}))
+    convert(tmp_path / "a/source", tmp_path / "ours", progress=False)
+    assert not [*tmp_path.glob("ours/**/odd.py")]
+
+
+@pytest.mark.parametrize("damage", ["a link", "no text"])
+def test_code_that_leads_elsewhere_is_refused(damage: str, tmp_path: Path) -> None:
+    native().save_pretrained(tmp_path / "source")
+    (tmp_path / "source/tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["odd.T", null]}}')
+    (tmp_path / "elsewhere.py").write_text("")
+    if damage == "a link":
+        (tmp_path / "source/odd.py").symlink_to(tmp_path / "elsewhere.py")
+    else:
+        (tmp_path / "source/odd.py").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"odd\.py"):
+        convert(tmp_path / "source", tmp_path / "ours", progress=False)
+    assert not (tmp_path / "ours").exists()
 
 
 # -- load --------------------------------------------------------------------------------------------------------------
