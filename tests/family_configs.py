@@ -503,7 +503,7 @@ NEW_EXPERTS: dict[str, Config] = {
     "hy_v3-tied": tiny(QWEN_MOE, **MIXED_MLPS, num_experts=5, router_scaling_factor=0.7, tie_word_embeddings=True),
     "flex_olmo": EXPERTS["olmoe"],
     "minimax_m2": tiny(MIXTRAL, rope_theta=321.0, rotary_dim=6),
-    "minimax_m2-full": tiny(MIXTRAL, num_local_experts=4, num_experts_per_tok=1, tie_word_embeddings=True),
+    "minimax_m2-full": tiny(MIXTRAL, num_local_experts=7, num_experts_per_tok=1, tie_word_embeddings=True),
     "mellum": tiny(
         QWEN_MOE,
         **WINDOWS,
