@@ -27,6 +27,7 @@ NOT_CARRIED: Mapping[str, tuple[str, ...]] = {
         *("*.gguf", "*.ot", "*.npz", "*.index.json"),
     ),
     "an adapter's config, which means nothing without its weights": (ADAPTER_CONFIG,),
+    # But for what a tokenizer names: see `source_code`.
     "code, which belongs to the other model class, and is run by nobody who did not ask for it": (
         *("*.py", "*.py[cdow]", "*.so", "*.so.*", "*.dll", "*.dylib", "*.exe", "*.sh", "*.bat", "*.ps1", "*.jar"),
         *("*.pkl", "*.pickle", "*.joblib"),
