@@ -292,7 +292,7 @@ def operate_on_folder(
     difference = compare(subject.build(), after.build(), subject.sample, vocabulary) if measure else None
     origin = "drawn at random" if tokens is None else "of the text given" if text is not None else "of a built-in text"
     receipt = Receipt(tuple(steps), cost_of(subject), cost_of(after), difference, origin)
-    with staged(target, size=size, overwrite=overwrite, source=checkpoint.path) as folder:
+    with staged(target, size=size, overwrite=overwrite, source=checkpoint) as folder:
         checkpoint.write_companions(folder)
         if vocabulary is not None and len(vocabulary) < subject.config.vocab_size:
             trim_tokenizer(folder, vocabulary)
