@@ -369,6 +369,34 @@ def test_positions_of_roberta_given_embeddings(tmp_path: Path) -> None:
     assert_close(mine, theirs)
 
 
+# Positions `(1 or 3, LENGTH)` that say no more than where tokens stand. In several rows a restart is no other text.
+PLACES = {
+    "none": torch.zeros(1, LENGTH, dtype=torch.long),
+    "one row for all": torch.arange(LENGTH)[None],
+    "backwards": torch.arange(LENGTH).flip(0)[None],
+    "every other": torch.arange(0, 2 * LENGTH, 2)[None],
+    "a gap": torch.cat((torch.arange(7), torch.arange(11, LENGTH + 4)))[None],
+    "left-padded": (torch.arange(LENGTH) - torch.tensor([0, 5, 9])[:, None]).clamp(min=0),
+    "restarting": torch.arange(LENGTH).remainder(8).repeat(3, 1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("case", [case for case in CASES if model_type(case) != "roformer"])  # it takes no positions
+def test_positions_are_read_as_the_native_class_reads_them(case: str, places: str, rows: int, tmp_path: Path) -> None:
+    if (places, rows) == ("restarting", 1):
+        return  # packed documents, see below
+    converted = build(case, MODEL, tmp_path)
+    ids, position_ids = inputs({}, "left")["input_ids"][-rows:], PLACES[places]
+    given = {"input_ids": ids, "position_ids": position_ids[-rows:]}
+    # RoBERTa's class takes rows of its table, where ours takes places in the text, as `generate` gives them to both.
+    rows_read = given["position_ids"] + (PAD + 1 if "roberta" in case else 0)
+    theirs = converted.native(ids, position_ids=rows_read.expand(rows, -1)).last_hidden_state
+    assert_close(converted.ours(**given).last_hidden_state, theirs)
+
+
 # -- on disk -----------------------------------------------------------------------------------------------------------
 
 
@@ -756,7 +784,7 @@ def test_packed_documents_do_not_see_each_other(switches: dict[str, Any], backen
     redraw(model)
     model.eval().set_attn_implementation(backend)
     ids = inputs({})["input_ids"][:1]
-    parts = ids.split([6, 9, LENGTH - 15], dim=1)
+    parts = ids.split([6, 8, 1, LENGTH - 15], dim=1)  # one of a single token
     position_ids = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     packed = model(ids, position_ids=position_ids).logits
     assert_close(packed, torch.cat([model(part).logits for part in parts], dim=1))

@@ -345,8 +345,10 @@ class LlmArchModel(LlmArchPreTrainedModel):
             input_ids: `(batch, length)`; or give `inputs_embeds` `(batch, length, width)`, before positions.
             attention_mask: `(batch, past + length)`, 1 where a token is real; a 4-D mask is used as it is; a dict holds
                 one mask a layer type.
-            position_ids: `(batch, length)`. None: counted on from the cache. Sequences that restart at 0 within a row
-                are documents packed together, and do not see each other when neither mask nor cache is given.
+            position_ids: `(1 or batch, length)`, from 0 for the first token whatever the `position_offset` (RoBERTa's
+                own class has the offset in them). None: counted on from the cache. Without mask and cache they also
+                tell documents packed together, which do not see each other: in an encoder, where the only row counts
+                up and begins again at 0; in a decoder, wherever a step is not +1, as the host has it.
             cache: keys and values so far; also accepted as `past_key_values`, its name before transformers 5.24.
             token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
             encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads. None: the
