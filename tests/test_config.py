@@ -232,6 +232,14 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"position_encoding": "sinusoidal", "positions_skip_padding": True},
         {"position_encoding": "learned", "positions_skip_padding": True, "pad_token_id": 1},
     ],
+    ("positions_follow_mask", "position_encoding", "position_offset", "positions_skip_padding", "alibi_in_bf16"): [
+        {"position_encoding": "learned", "positions_follow_mask": True},
+        {"position_encoding": "alibi", "positions_follow_mask": True, "alibi_in_bf16": True},
+        {
+            **{"position_encoding": "learned", "position_offset": 2, "pad_token_id": 1},
+            **{"positions_skip_padding": True, "positions_follow_mask": True},
+        },
+    ],
     ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"): [
         {**ONE_GROUP, "sliding_window": 5, "layer_types": MIXED["layer_types"]},
         {**ONE_GROUP, "num_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]},
@@ -289,6 +297,7 @@ UNREAD: dict[str, Any] = {
     "pooler": True,
     "first_attention_norm": {"norm_placement": "branch"},
     "positions_skip_padding": True,
+    "positions_follow_mask": True,
     "relative_attention_shared": False,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 7,

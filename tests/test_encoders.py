@@ -369,6 +369,16 @@ def test_positions_of_roberta_given_embeddings(tmp_path: Path) -> None:
     assert_close(mine, theirs)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_masked_inside_a_text(case: str, tmp_path: Path) -> None:
+    converted = build(case, MODEL, tmp_path)
+    ids, mask = inputs({})["input_ids"], torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, 5:8] = mask[1, 11] = mask[2, :3] = mask[2, 15] = 0
+    mine, theirs = (model(ids, attention_mask=mask).last_hidden_state for model in (converted.ours, converted.native))
+    assert_close(mine[mask.bool()], theirs[mask.bool()])
+
+
 # Positions `(1 or 3, LENGTH)` that say no more than where tokens stand. In several rows a restart is no other text.
 PLACES = {
     "none": torch.zeros(1, LENGTH, dtype=torch.long),

@@ -464,6 +464,7 @@ EXCEPTIONS: dict[str, str] = {
     "classifier_dropout": "read by a sequence classifier: test_switches",
     "classifier_input_dropout": "read by a sequence classifier in training: test_task_heads",
     "positions_skip_padding": "acts where there is padding: test_switches",
+    "positions_follow_mask": "acts where there is a mask: test_switches, test_families",
     "pad_token_id": "a token's meaning: test_switches",
     "wrap_decoder_start": "how labels become a decoder's tokens: test_switches",
     "decoder_start_token_id": "a token's meaning: test_switches",

@@ -208,6 +208,11 @@ class PositionSwitches:
     positions_skip_padding: bool = switch(False)
     """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
 
+    positions_follow_mask: bool = switch(False)
+    """Positions that are not given count the tokens that `attention_mask` keeps: a learned or sinusoidal table's, where
+    a masked token has -1 (OPT), or ALiBi's distances (BLOOM). Else they count every token.
+    """
+
     alibi_bias_max: int = switch(8)
     """ALiBi: exponent of the smallest slope, 2^-alibi_bias_max."""
 
@@ -1051,6 +1056,18 @@ RULES: tuple[Rule, ...] = (
         "padding is told by pad_token_id, and has position -1, which a learned table needs a row for.",
     ),
     Rule(
+        ("positions_follow_mask", "position_encoding", "position_offset", "positions_skip_padding", "alibi_in_bf16"),
+        lambda c: (
+            not c.positions_follow_mask
+            or (
+                not (c.positions_skip_padding or c.alibi_in_bf16)
+                and (c.position_encoding != "learned" or c.position_offset > 0)
+            )
+        ),
+        "the other two say already what is counted, and a masked token has position -1, which a learned table needs a "
+        "row for.",
+    ),
+    Rule(
         ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"),
         lambda c: c.layer_groups is None or _groups_are_uniform(c),
         "the layers that share a block must be alike in everything.",
@@ -1133,6 +1150,7 @@ NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
     "token_head_dense": equals("classifier_dense", True),
     "first_attention_norm": equals("norm_placement", "pre", "sandwich"),
     "positions_skip_padding": equals("position_encoding", "learned", "sinusoidal"),
+    "positions_follow_mask": equals("position_encoding", "learned", "sinusoidal", "alibi"),
     "relative_attention_shared": equals("position_encoding", "relative_bias"),
     **{
         f.name: ("num_experts", lambda c: c.num_experts is not None)

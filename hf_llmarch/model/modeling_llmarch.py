@@ -48,7 +48,7 @@ from .parallel import (
     refuse_sizes,
     tensor_parallel_plan,
 )
-from .positions import PADDING, POSITIONS
+from .positions import PADDING, POSITIONS, has_holes
 
 logger = logging.get_logger(__name__)
 
@@ -417,7 +417,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         masks = layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if position_ids is None:
-            position_ids = self.count_positions(inputs_embeds, input_ids, given)
+            position_ids = self.count_positions(inputs_embeds, input_ids, given, attention_mask)
 
         x = inputs_embeds
         if self.embed_types is not None:
@@ -440,10 +440,17 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return own if self.encoder is None else EncoderDecoderCache(own, DynamicCache())
 
     def count_positions(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor | None, cache: Cache | None
+        self,
+        inputs_embeds: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        cache: Cache | None,
+        attention_mask: Any,
     ) -> torch.Tensor:
         """`(1 or batch, length)`: on from the cache; of real tokens alone where the config says so."""
         past = cache.get_seq_length() if cache is not None else 0
+        if self.config.positions_follow_mask and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            kept = attention_mask.long()
+            return (kept.cumsum(-1) * kept - 1)[:, past : past + inputs_embeds.shape[1]]
         if self.config.positions_skip_padding and input_ids is not None:
             real = torch.ne(input_ids, cast(int, self.config.pad_token_id)).long()
             return (real.cumsum(-1) + past) * real - 1
@@ -503,6 +510,8 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
         counts = config.alibi_in_bf16 or any(
             layer.capacity_factor is not None or layer.expert_capacity is not None for layer in config.layer_configs()
         )
+        if config.positions_follow_mask and config.position_encoding == "alibi" and attention_mask is not None:
+            counts = counts or (attention_mask.dim() == 2 and bool(has_holes(attention_mask)))
         return {**masks, PADDING: attention_mask} if counts else masks
 
     def prepare_inputs_for_generation(
