@@ -247,6 +247,15 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {**ONE_GROUP, "first_attention_norm": False},
         {**ONE_GROUP, "attention_scale_by_layer": True},
     ],
+    ("keep_in_fp32", "norm_placement", "final_norm"): [
+        {"keep_in_fp32": ["ffn_output"], "norm_placement": "post"},
+        {"keep_in_fp32": ["ffn_output"], "final_norm": False},
+    ],
+    ("keep_in_fp32", "norm_weight_in_fp32"): [{"keep_in_fp32": ["norms"]}],
+    ("keep_in_fp32", "router_in_fp32", "num_experts"): [
+        {"keep_in_fp32": ["router"]},
+        {"keep_in_fp32": ["router"], "num_experts": 4, "router_in_fp32": False},
+    ],
     ("topology", "parallel_block"): [{"topology": "encoder-decoder", "parallel_block": True}],
     ("topology", "attention_chunk_size"): [
         {"topology": "encoder", "attention_chunk_size": 5},

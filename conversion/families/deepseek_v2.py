@@ -70,6 +70,7 @@ FINE_EXPERTS: list[Entry] = [
     always("moe_layer_freq", 1),
 ]
 DEEPSEEK_CONFIG: list[Entry] = [
+    Const("keep_in_fp32", ["router"]),
     *SIZES,
     *ROPE,
     *RMS_NORM,

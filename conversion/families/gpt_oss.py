@@ -47,6 +47,7 @@ FAMILY = Family(
         *ROPE,
         *RMS_NORM,
         Const("norm_weight_in_fp32", True),
+        Const("keep_in_fp32", ["norms"]),
         *ATTENTION_BIAS,
         Derived(("sliding_window", "layer_types"), windows, _windows_to_theirs),
         Const("attention_sinks", True),

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import Attention, CrossAttention
 from .compat import CACHE
 from .configuration_llmarch import AttentionType, LlmArchConfig
-from .embeddings import Scale, chain, dropout
+from .embeddings import Fp16Bound, Map, Scale, chain, dropout, unchanged
 from .experts import SPARSE_FEED_FORWARDS
 from .feedforward import FEED_FORWARDS
 from .latent_attention import LatentAttention
@@ -45,6 +45,8 @@ class Block(GradientCheckpointingLayer):
         self.residual = chain(
             dropout(layer.hidden_dropout), Scale(layer.residual_scale) if layer.residual_scale != 1.0 else None
         )
+        self.bound: Map = Fp16Bound() if layer.fp16_clamp == "branch" else unchanged
+        self.last_bound: Map = unchanged if layer.fp16_clamp == "none" else Fp16Bound()
 
     @staticmethod
     def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
@@ -72,8 +74,8 @@ class Block(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` tells experts what is padding, the rest is attention's."""
-        x = self.attn_norm.out(x + self.attend(x, position_bias, **kwargs))
-        return self.mlp_norm.out(x + self.feed(x, real_tokens))
+        x = self.bound(self.attn_norm.out(x + self.attend(x, position_bias, **kwargs)))
+        return self.last_bound(self.mlp_norm.out(x + self.feed(x, real_tokens)))
 
 
 class ParallelBlock(Block):
@@ -86,7 +88,7 @@ class ParallelBlock(Block):
         real_tokens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return x + self.attend(x, position_bias, **kwargs) + self.feed(x, real_tokens)
+        return self.last_bound(x + self.attend(x, position_bias, **kwargs) + self.feed(x, real_tokens))
 
 
 class SharedNormParallelBlock(Block):
@@ -105,7 +107,7 @@ class SharedNormParallelBlock(Block):
     ) -> torch.Tensor:
         normed = self.attn_norm.pre(x)
         attended = self.read_self(normed, position_bias, **kwargs)
-        return x + self.residual(attended) + self.residual(self.mlp(normed, real_tokens))
+        return self.last_bound(x + self.residual(attended) + self.residual(self.mlp(normed, real_tokens)))
 
 
 class CrossBlock(Block):
@@ -131,10 +133,10 @@ class CrossBlock(Block):
         **kwargs: Any,
     ) -> torch.Tensor:
         """`(B, T, C)` and the encoder's `(B, S, C')` -> `(B, T, C)`."""
-        x = self.attn_norm.out(x + self.attend(x, position_bias, **kwargs))
+        x = self.bound(self.attn_norm.out(x + self.attend(x, position_bias, **kwargs)))
         cache = {name: kwargs[name] for name in (CACHE,) if name in kwargs}
-        x = self.cross_norm.out(x + self.read(x, encoder_hidden_states, encoder_attention_mask, **cache))
-        return self.mlp_norm.out(x + self.feed(x, real_tokens))
+        x = self.bound(self.cross_norm.out(x + self.read(x, encoder_hidden_states, encoder_attention_mask, **cache)))
+        return self.last_bound(self.mlp_norm.out(x + self.feed(x, real_tokens)))
 
 
 # Keyed by the config's `parallel_block` and `parallel_norms`, and whether there is an encoder to read.

@@ -43,6 +43,8 @@ RouterGroupScore = Literal["max", "top2"]
 RouterLossScope = Literal["sequence", "batch", "model"]
 Overflow = Literal["drop", "next_best"]
 ExpertsLayout = Literal["packed", "linear"]
+Fp16Clamp = Literal["none", "layer", "branch"]
+KeptInFp32 = Literal["ffn_output", "norms", "router"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 Number = float | int  # a field annotated `float` alone would refuse the JSON number 1
 
@@ -159,6 +161,11 @@ class AttentionSwitches:
 
     clip_qkv: Number | None = switch(None)
     """Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo)."""
+
+    scores_in_fp32: bool = switch(False)
+    """Multiply queries and keys in fp32 whatever the model's dtype (GPT-J, GPT-Neo). Read by `eager` attention: the
+    fused ones add up in fp32 anyway.
+    """
 
     attention_dropout: Number = switch(0.0)
     """Dropout on attention weights, in training."""
@@ -385,6 +392,17 @@ class BlockSwitches:
 
     residual_scale: Number = switch(1.0)
     """Factor on each branch before it joins the residual stream (Granite)."""
+
+    fp16_clamp: Fp16Clamp = switch("none")
+    """Bound the residual stream to what fp16 holds, in fp16 alone, after each `layer` (the encoders of BART's line) or
+    each `branch` (T5).
+    """
+
+    keep_in_fp32: list[KeptInFp32] | None = switch(None)
+    """Weights that `from_pretrained` leaves in fp32: `ffn_output` when loading in fp16, the last projection of dense
+    feed-forwards, and with it the residual stream (T5); `norms` when loading in fp16 (gpt-oss); `router` when loading
+    in fp16 or bf16 (DeepSeek).
+    """
 
     hidden_dropout: Number = switch(0.0)
     """Dropout on each branch's output, in training."""
@@ -1073,6 +1091,23 @@ RULES: tuple[Rule, ...] = (
         "the layers that share a block must be alike in everything.",
     ),
     Rule(
+        ("keep_in_fp32", "norm_placement", "final_norm"),
+        lambda c: (
+            "ffn_output" not in (c.keep_in_fp32 or ()) or (c.norm_placement in ("pre", "sandwich") and c.final_norm)
+        ),
+        "ffn_output makes the residual stream fp32, so a norm must stand before all that reads it.",
+    ),
+    Rule(
+        ("keep_in_fp32", "norm_weight_in_fp32"),
+        lambda c: "norms" not in (c.keep_in_fp32 or ()) or c.norm_weight_in_fp32,
+        "norms kept in fp32 are applied in fp32: set norm_weight_in_fp32=True.",
+    ),
+    Rule(
+        ("keep_in_fp32", "router_in_fp32", "num_experts"),
+        lambda c: "router" not in (c.keep_in_fp32 or ()) or (c.num_experts is not None and c.router_in_fp32),
+        "a router kept in fp32 needs experts, and computes in fp32: set router_in_fp32=True.",
+    ),
+    Rule(
         ("topology", "parallel_block"),
         lambda c: c.topology != "encoder-decoder" or not c.parallel_block,
         "a parallel block has no place for cross-attention.",
@@ -1164,7 +1199,7 @@ MODEL_WIDE = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
     *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
     *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "first_attention_norm"),
-    *("layer_groups", "source_stack", "share_source_embeddings", "num_experts", "mlp_layer_types"),
+    *("layer_groups", "source_stack", "share_source_embeddings", "num_experts", "mlp_layer_types", "keep_in_fp32"),
     *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "sliding_window", "attention_chunk_size"),
     # The norms at both ends of the model are of one kind with those of its layers.
     *(f.name for f in fields(NormSwitches) if f.name != "norm_placement"),

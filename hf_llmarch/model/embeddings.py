@@ -87,6 +87,15 @@ class Clamp(nn.Module):
         return f"{self.bound}"
 
 
+class Fp16Bound(nn.Module):
+    """x bounded to what fp16 holds with room for another term, in fp16 alone."""
+
+    limit = torch.finfo(torch.float16).max - 1000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-self.limit, self.limit) if x.dtype == torch.float16 else x
+
+
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 

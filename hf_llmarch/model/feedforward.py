@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_llmarch import FFNType, LlmArchConfig
 from .embeddings import chain, dropout
-from .linear import Linear
+from .linear import Linear, OwnDtypeLinear
 
 
 class Swish(nn.Module):
@@ -73,7 +73,8 @@ class MLP(nn.Module):
         super().__init__()
         self.width = width or config.intermediate_size
         self.up_proj = Linear(config.hidden_size, self.width, bias=config.ffn_bias)
-        self.down_proj = Linear(self.width, config.hidden_size, bias=config.ffn_bias)
+        last = OwnDtypeLinear if "ffn_output" in (config.keep_in_fp32 or ()) else Linear
+        self.down_proj = last(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
         self.inner_dropout = chain(dropout(config.ffn_dropout) if drops else None)
 

@@ -91,10 +91,17 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+class OwnDtypeLinear(Linear):
+    """A `Linear` whose weight may be of another dtype than its input, which becomes the output's (T5's fp32 `wo`)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 def plain(model: nn.Module) -> None:
     """Make every `Linear` an `nn.Linear` again, for tools that replace modules of exactly this type."""
     for module in model.modules():
-        if type(module) is Linear:
+        if isinstance(module, Linear):
             module.__class__ = nn.Linear  # type: ignore[assignment]
 
 

@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs,
 from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
-from .configuration_llmarch import LlmArchConfig, Topology
+from .configuration_llmarch import KeptInFp32, LlmArchConfig, Topology
 from .embeddings import chain, dropout, token_embedding
 from .experts import Router, balance_loss, z_loss
 from .generation import PackedGenerationMixin
@@ -55,6 +55,13 @@ logger = logging.get_logger(__name__)
 # The modules that quantisers leave alone: gates, heads that a task has yet to train, and of MLA the narrow projections
 # that every head reads and the one whose matrix absorbed decoding folds.
 UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
+
+# Of `keep_in_fp32`, the weights by a part of their names, and what a model is loaded in when they are kept.
+KEPT_IN_FP32: dict[KeptInFp32, tuple[str, tuple[torch.dtype, ...]]] = {
+    "ffn_output": ("mlp.down_proj", (torch.float16,)),
+    "norms": ("norm", (torch.float16,)),
+    "router": ("mlp.gate.weight", (torch.float16, torch.bfloat16)),
+}
 
 
 def layer_masks(
@@ -240,7 +247,11 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
-        return {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
+        plan = {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
+        if getattr(self.config, "quantization_config", None) is not None:
+            return plan  # a quantised weight has no other dtype
+        kept = [KEPT_IN_FP32[part] for part in self.config.keep_in_fp32 or ()]
+        return plan | {name: torch.float32 for name, dtypes in kept if dtype in dtypes}
 
     @property
     def weighs_balance(self) -> bool:

@@ -18,11 +18,14 @@ class Norm(nn.Module):
         shape: of the weight. Two dimensions give each head its own gain; statistics are over the last one alone.
         in_fp32: apply gain and bias before the result is cast back to the input's dtype, as Gemma does; else after,
             as LLaMA does.
+        narrows: cast to the weight's dtype instead, as T5 does, whose residual stream may be fp32 in an fp16 model.
     """
 
-    def __init__(self, shape: tuple[int, ...], eps: float, bias: bool, offset: float, in_fp32: bool):
+    def __init__(
+        self, shape: tuple[int, ...], eps: float, bias: bool, offset: float, in_fp32: bool, narrows: bool = False
+    ):
         super().__init__()
-        self.eps, self.offset, self.in_fp32 = eps, offset, in_fp32
+        self.eps, self.offset, self.in_fp32, self.narrows = eps, offset, in_fp32, narrows
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
 
@@ -30,6 +33,10 @@ class Norm(nn.Module):
         init.constant_(self.weight, 1.0 - self.offset)
         if self.bias is not None:
             init.zeros_(self.bias)
+
+    def dtype(self, x: torch.Tensor) -> torch.dtype:
+        """Of the result."""
+        return self.weight.dtype if self.narrows else x.dtype
 
     def gain(self) -> torch.Tensor:
         return self.weight + self.offset if self.offset else self.weight
@@ -46,8 +53,8 @@ class RMSNorm(Norm):
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        y = self.gain() * y.to(x.dtype)
+            return (y if self.bias is None else y + self.bias.float()).to(self.dtype(x))
+        y = self.gain() * y.to(self.dtype(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -55,13 +62,13 @@ class LayerNorm(Norm):
     """(x - mean) / std, arXiv 1607.06450."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.dim() == 1 and not self.in_fp32:
+        if self.weight.dim() == 1 and not self.in_fp32 and not self.narrows:
             return F.layer_norm(x, self.weight.shape, self.gain(), self.bias, self.eps)
         y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        y = self.gain() * y.to(x.dtype)
+            return (y if self.bias is None else y + self.bias.float()).to(self.dtype(x))
+        y = self.gain() * y.to(self.dtype(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -90,6 +97,7 @@ def norm(
         bias=config.norm_bias if bias is None else bias,
         offset=config.norm_offset,
         in_fp32=config.norm_weight_in_fp32,
+        narrows="ffn_output" in (config.keep_in_fp32 or ()),
     )
 
 
