@@ -299,6 +299,38 @@ def test_problem_types(case: str, kind: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("wanted", [False, True, None])
+@pytest.mark.parametrize("case", ["bert", "roberta", "xlm-roberta", "albert"])
+def test_the_pooler_may_be_left_out(case: str, wanted: bool | None, tmp_path: Path) -> None:
+    """A keyword of the native classes, of which several are so without one."""
+    build(case, MODEL, tmp_path / "theirs", options={})
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(foreign_config(case, MODEL)))
+    convert(tmp_path / "theirs", tmp_path / "ours", progress=False)
+    given = {} if wanted is None else {"add_pooling_layer": wanted}
+    models = (transformers.AutoModel.from_pretrained(tmp_path / side, **given).eval() for side in ("ours", "theirs"))
+    ours, native = (model(**inputs(CASES[case])) for model in models)
+    if wanted is False:
+        assert native.pooler_output is None
+        assert ours.get("pooler_output") is None
+    else:
+        assert_close(ours.pooler_output, native.pooler_output)
+    with pytest.raises(ValueError, match=r"add_pooling_layer=True.*topology='decoder'"):
+        LlmArchModel(LlmArchConfig(num_hidden_layers=1), add_pooling_layer=True)
+
+
+@pytest.mark.parametrize("ours", [MASKED_LM, SEQUENCE, TOKEN, ANSWER])
+def test_every_weight_that_trains_has_a_gradient(ours: str, tmp_path: Path) -> None:
+    """Else DistributedDataParallel raises at its second step; what a head does not read is carried along untrained."""
+    config = encoder_config(pooler=True, classifier_pooling="pooler", num_labels=LABELS, architectures=None)
+    getattr(hf_llmarch, ours)(config).save_pretrained(tmp_path)
+    model = getattr(hf_llmarch, ours).from_pretrained(tmp_path)
+    batch = inputs({"type_vocab_size": 2})
+    model(**batch, **labels(ours, batch)).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert "model.pooler.dense.weight" in model.state_dict()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", ["bert", "albert"])
 def test_a_base_model_without_its_pooler(case: str, tmp_path: Path) -> None:
     converted = build(case, MODEL, tmp_path, options={"add_pooling_layer": False})

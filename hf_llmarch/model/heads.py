@@ -20,6 +20,13 @@ class Pooler(nn.Module):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
 
+    def carry_along(self) -> None:
+        """Keep the weights for whoever reads a base model from the same file, as buffers: nothing here reads what they
+        make, and DistributedDataParallel would wait for the gradients of parameters."""
+        for name, weight in list(self.dense.named_parameters()):
+            delattr(self.dense, name)
+            self.dense.register_buffer(name, weight.detach())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.dense(x[:, 0]))
 

@@ -298,10 +298,16 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
 
 class LlmArchModel(LlmArchPreTrainedModel):
-    """Embedding, blocks and final norm, without a head; an encoder-decoder is a decoder with an `encoder` to read."""
+    """Embedding, blocks and final norm, without a head; an encoder-decoder is a decoder with an `encoder` to read.
 
-    def __init__(self, config: LlmArchConfig):
+    Args:
+        add_pooling_layer: whether there is a pooler, whatever the config says, as BERT's own class takes it.
+    """
+
+    def __init__(self, config: LlmArchConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
+        if add_pooling_layer and config.topology != "encoder":
+            raise ValueError(f"add_pooling_layer=True: a pooler is an encoder's, and topology={config.topology!r}.")
         # On the instance, where the host has them on the class: they depend on the config.
         plans: Any = config
         plans.base_model_tp_plan, plans.base_model_ep_plan = tensor_parallel_plan(config), expert_parallel_plan(config)
@@ -319,7 +325,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self._no_split_modules = {type(layer).__name__ for layer in self.layers}
         self.norm = chain(norm(config) if config.final_norm else None)
         self.final_dropout = chain(dropout(config.final_dropout))
-        self.pooler = Pooler(config) if config.pooler else None
+        self.pooler = Pooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
         self.without_position = set(config.nope_layers or ())
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
         if self.encoder is not None and config.share_source_embeddings:
@@ -752,6 +758,8 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.model = LlmArchModel(config)
+        if self.model.pooler is not None and not self.reads_pooler:
+            self.model.pooler.carry_along()
 
     # Every argument by its name: pipelines, Trainer and PEFT read this signature.
     @can_return_tuple
@@ -802,6 +810,10 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
             for stack, states, mask in self.stacks(outputs, attention_mask, decoder_attention_mask):
                 loss = stack.with_auxiliary(loss, states, mask, items, kwargs.get("num_items_in_batch"))
         return self.results(loss, logits, outputs)
+
+    @property
+    def reads_pooler(self) -> bool:
+        return False
 
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
@@ -886,6 +898,10 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         self.dropout = chain(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
+
+    @property
+    def reads_pooler(self) -> bool:
+        return self.config.classifier_pooling == "pooler"
 
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
