@@ -511,11 +511,75 @@ def test_auto_map_serves_every_head_whatever_is_saved(tmp_path: Path) -> None:
     assert written["auto_map"] == dict(configuration.AUTO_MAP)
 
 
+def test_the_rule_of_heads_says_which_number_divides_which() -> None:
+    assert "num_key_value_heads must divide num_attention_heads" in refusal(
+        num_attention_heads=8, num_key_value_heads=3, head_dim=10
+    )
+
+
 def test_keywords_of_from_pretrained_override_what_was_saved(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, attention_bias=True, norm_placement="sandwich")
     assert config.attention_bias
     assert config.norm_placement == "sandwich"
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SCALED = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 777.0, "partial_rotary_factor": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "expected"),
+    [
+        ({"rope_theta": 5e5}, LINEAR, {**LINEAR, "rope_theta": 5e5}),
+        ({"rope_theta": 5e5}, {"type": "linear", "factor": 2.0}, {**LINEAR, "rope_theta": 5e5}),
+        (SCALED, LINEAR, {**LINEAR, "rope_theta": 777.0, "partial_rotary_factor": 0.4}),
+        (SCALED, {"factor": 8.0}, {**SCALED, "factor": 8.0}),
+        (SCALED, {"rope_type": "yarn", "factor": 8.0}, {**SCALED, "factor": 8.0}),
+        (SCALED, {"rope_theta": 9.0}, {**SCALED, "rope_theta": 9.0}),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_rope_given_beside_a_saved_config_keeps_the_rest(
+    saved: dict[str, Any], given: dict[str, Any], expected: dict[str, Any], spelling: str, tmp_path: Path
+) -> None:
+    tiny_config(rope_parameters=saved).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, **{spelling: dict(given)})
+    assert {name: config.rope_parameters[name] for name in expected} == expected
+    assert ("beta_fast" in config.rope_parameters) <= (config.rope_parameters["rope_type"] == "yarn")
+
+
+def test_rope_given_by_layer_type_keeps_the_rest(tmp_path: Path) -> None:
+    full, sliding = LOCAL_AND_GLOBAL["full_attention"], LOCAL_AND_GLOBAL["sliding_attention"]
+    tiny_config(**MIXED, rope_parameters=LOCAL_AND_GLOBAL).save_pretrained(tmp_path / "nested")
+    found = AutoConfig.from_pretrained(tmp_path / "nested", rope_parameters={"full_attention": {"factor": 9.0}})
+    assert found.rope_parameters["full_attention"] == {**full, "factor": 9.0}
+    assert found.rope_parameters["sliding_attention"].items() >= sliding.items()
+    with pytest.raises(ValueError, match="full_attention and sliding_attention"):
+        AutoConfig.from_pretrained(tmp_path / "nested", rope_parameters=LINEAR)
+    tiny_config(**MIXED, rope_parameters={"rope_theta": 5e5}).save_pretrained(tmp_path / "flat")
+    found = AutoConfig.from_pretrained(tmp_path / "flat", rope_parameters={"full_attention": dict(LINEAR)})
+    assert found.rope_parameters["full_attention"] == {**LINEAR, "rope_theta": 5e5}
+    assert found.rope_parameters["sliding_attention"]["rope_theta"] == 5e5
+
+
+def test_a_source_stack_given_beside_a_saved_one_keeps_the_rest(tmp_path: Path) -> None:
+    stack = {"num_hidden_layers": 2, "intermediate_size": 20}
+    tiny_config(topology="encoder-decoder", source_stack=stack).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, source_stack={"num_hidden_layers": 4})
+    assert config.source_stack == {"num_hidden_layers": 4, "intermediate_size": 20}
+    assert AutoConfig.from_pretrained(tmp_path, source_stack=None).source_stack is None
+
+
+@pytest.mark.parametrize(("width", "kind"), [("sliding_window", "sliding"), ("attention_chunk_size", "chunked")])
+def test_a_window_given_beside_a_saved_config_comes_and_goes(width: str, kind: str, tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path / "full")
+    found = AutoConfig.from_pretrained(tmp_path / "full", **{width: 6})
+    assert found.layer_types == [f"{kind}_attention"] * 3
+    mixed = [f"{kind}_attention", "full_attention", f"{kind}_attention"]
+    tiny_config(**{width: 6}, layer_types=mixed).save_pretrained(tmp_path / "mixed")
+    assert AutoConfig.from_pretrained(tmp_path / "mixed", **{width: 8}).layer_types == mixed
+    assert AutoConfig.from_pretrained(tmp_path / "mixed", **{width: None}).layer_types == ["full_attention"] * 3
 
 
 # -- one layer's own --------------------------------------------------------------------------------------------------

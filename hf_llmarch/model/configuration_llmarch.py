@@ -615,10 +615,26 @@ class LlmArchConfig(
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
-        """As the host's; switches given beside a saved config are checked together with it, not set afterwards, and
-        what was derived from their old values is derived anew."""
+        """As the host's, also for `from_pretrained(folder, switch=value)`: switches given beside a saved config are
+        checked together with it, not set afterwards.
+
+        What was derived from an old value is derived anew: `FOLLOWERS` says what from which, and `layer_types` from a
+        `sliding_window` or `attention_chunk_size` that comes or goes. Of a dict, what is not given is kept:
+        `source_stack` entry by entry; of `rope_parameters` (or `rope_scaling`) the base and the rotated part, and the
+        keys of the scaling unless another `rope_type` is given. Parameters may be given by layer type over either form.
+        Sizes and switches that change the shapes of weights work as far as `from_pretrained` finds these.
+
+        Raises:
+            ValueError: where flat `rope_parameters` are given and the saved ones differ by layer type.
+        """
         names = {f.name for f in cls.switches()}
+        if "rope_scaling" in kwargs:
+            kwargs.setdefault("rope_parameters", kwargs.pop("rope_scaling"))
         changed = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        if changed.get("source_stack") is not None:
+            changed["source_stack"] = {**(config_dict.get("source_stack") or {}), **changed["source_stack"]}
+        if changed.get("rope_parameters") is not None:
+            changed["rope_parameters"] = rope_over(config_dict, changed["rope_parameters"])
         saved = config_dict.get("topology", "decoder")
         if changed.get("topology", saved) != saved:
             logger.warning(
@@ -627,6 +643,9 @@ class LlmArchConfig(
         stale = {
             f for name, value in changed.items() if config_dict.get(name) != value for f in FOLLOWERS.get(name, ())
         }
+        for width in ("sliding_window", "attention_chunk_size"):
+            if width in changed and (changed[width] is None) != (config_dict.get(width) is None):
+                stale.add("layer_types")
         kept = {name: value for name, value in config_dict.items() if name not in stale}
         return super().from_dict({**kept, **changed}, **kwargs)
 
@@ -804,6 +823,36 @@ TOPOLOGY_CHANGES: dict[Topology, str] = {
 ROPE_SPELLINGS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
+# Of RoPE's parameters, those that every kind of scaling has.
+UNSCALED = ("rope_theta", "partial_rotary_factor")
+
+
+def rope_over(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """RoPE parameters given beside a saved config's: with what they leave unsaid.
+
+    Raises:
+        ValueError: for flat parameters over some that differ by layer type.
+    """
+    base = saved.get("rope_parameters") or saved.get("rope_scaling") or {}
+    base = {**{name: saved[name] for name in UNSCALED if saved.get(name) is not None}, **base}
+    kinds = [kind for kind in get_args(LayerType) if kind in base]
+    given_kinds = [kind for kind in get_args(LayerType) if kind in given]
+    if kinds and not given_kinds:
+        raise ValueError(
+            f"rope_parameters={given}: the saved ones differ by layer type. Give them for {' and '.join(kinds)}."
+        )
+    if not given_kinds:
+        return _scaling_over(base, given)
+    used = kinds or dict.fromkeys((*saved.get("layer_types", ()), *given_kinds))
+    return {kind: _scaling_over(base.get(kind, {}) if kinds else base, given.get(kind, {})) for kind in used}
+
+
+def _scaling_over(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    kinds = [values.get("rope_type", values.get("type")) for values in (given, saved)]
+    same = kinds[0] in (None, kinds[1] or "default")
+    return {**(saved if same else {name: saved[name] for name in UNSCALED if name in saved}), **given}
+
+
 def _copy_nested(values: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
 
@@ -854,7 +903,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("num_attention_heads", "num_key_value_heads"),
         lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
-        "every key/value head serves the same number of query heads, so the first must divide the second.",
+        "every key/value head serves the same number of query heads, so num_key_value_heads must divide "
+        "num_attention_heads.",
     ),
     Rule(
         ("attention_type", "num_attention_heads", "num_key_value_heads"),
