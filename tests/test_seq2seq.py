@@ -224,6 +224,31 @@ def test_tokens_masked_inside_a_text(converted: Converted) -> None:
     assert_close(in_two_parts(converted.ours), in_two_parts(converted.native), "native")
 
 
+EXPERTS: Config = {"num_experts": 3, "topology": "encoder-decoder", "decoder_start_token_id": 3}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", [False, True])
+def test_outputs_asked_for_by_the_config_are_those_asked_for_by_the_call(base: bool) -> None:
+    """Of both stacks, under the names of native encoder-decoders; `set_experts_implementation` reaches both too."""
+    model = tiny_stack(**EXPERTS)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    assert model.model.encoder.config._experts_implementation == model.config._experts_implementation == "eager"
+    ids = random_ids(2, 5)
+    flags = dict.fromkeys(("output_hidden_states", "output_attentions", "output_router_logits"), True)
+    called = model.model if base else model
+    by_call = called(ids, decoder_input_ids=ids, **flags)
+    for name in flags:
+        setattr(model.config, name, True)
+    by_config = called(ids, decoder_input_ids=ids)
+    for name in ("hidden_states", "attentions", "router_logits"):
+        for side in ("encoder", "decoder"):
+            mine, theirs = by_config[f"{side}_{name}"], by_call[f"{side}_{name}"]
+            assert len(mine) == 3 + (name == "hidden_states")
+            assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation(converted: Converted, beams: int) -> None:
     """Greedily and with beams, from padded sources, with the source's own generation config."""

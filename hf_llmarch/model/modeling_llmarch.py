@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     Seq2SeqMoEModelOutput,
+    Seq2SeqMoEOutput,
     Seq2SeqQuestionAnsweringModelOutput,
     Seq2SeqSequenceClassifierOutput,
     SequenceClassifierOutput,
@@ -199,6 +200,20 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
                 module.config._attn_implementation = self.config._attn_implementation
+
+    def set_experts_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """As the host's, of the encoder as well."""
+        super().set_experts_implementation(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
+                module.config._experts_implementation = self.config._experts_implementation
+
+    def wanted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Which outputs are to be recorded: as the call says, else as the config does, for an encoder too, whose config
+        is its own."""
+        names = ("output_hidden_states", "output_attentions", "output_router_logits")
+        asked = {name: given.get(name) for name in names}
+        return {name: getattr(self.config, name, False) if value is None else value for name, value in asked.items()}
 
     @property
     def supports_context_parallel(self) -> bool:
@@ -398,6 +413,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
             if input_ids is None:
                 raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
             decoder_input_ids = shift_right(self.config, input_ids)
+        kwargs |= self.wanted(kwargs)
+        given |= kwargs
         encoded = self.encoder(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )
@@ -678,7 +695,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
         output_router_logits: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
-    ) -> Seq2SeqLMOutput:
+    ) -> Seq2SeqLMOutput | Seq2SeqMoEOutput:
         """
         Args:
             input_ids: `(batch, source length)`, with `attention_mask`; or `encoder_outputs`, once they are known.
@@ -689,8 +706,10 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
         Returns:
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache, the encoder's outputs.
         """
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        wanted["output_router_logits"] = output_router_logits or (labels is not None and self.balances)
+        asked = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        wanted = self.wanted({**asked, "output_router_logits": output_router_logits})
+        routed = wanted["output_router_logits"]
+        wanted["output_router_logits"] = routed or (labels is not None and self.balances)
         if encoder_outputs is None:
             encoder_outputs = cast(Any, self.model.encoder)(
                 input_ids, attention_mask, inputs_embeds=inputs_embeds, **wanted
@@ -742,7 +761,11 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
             "encoder_attentions": encoded.get("attentions"),
             CACHE: outputs.get(CACHE),
         }
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
+        if not routed:
+            return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
+        routers = {"encoder_router_logits": encoded.get("router_logits")}
+        routers["decoder_router_logits"] = outputs.get("router_logits")
+        return Seq2SeqMoEOutput(loss=loss, logits=logits, **results, **routers)
 
 
 class LlmArchTaskModel(LlmArchPreTrainedModel):
