@@ -169,38 +169,17 @@ def their_values(family: Family, config: LlmArchConfig) -> Values:
     return copy.deepcopy(values)
 
 
-# Switches of the heads, and which classes read them.
-_VOCABULARY = {"lm_head_bias", "lm_head_transform", "head_act", "head_bias", "logit_scale", "final_logit_softcapping"}
-_CLASSIFIER = {"classifier_dense", "classifier_act", "classifier_norm", "classifier_bias", "classifier_pooling"}
-_TOKEN_HEAD = {"token_head_dense", "classifier_act", "classifier_norm", "head_bias"}
-HEAD_SWITCHES: dict[str, set[str]] = {
-    BASE: set(),
-    "LlmArchForCausalLM": _VOCABULARY,
-    "LlmArchForConditionalGeneration": _VOCABULARY,
-    "LlmArchForMaskedLM": _VOCABULARY,
-    "LlmArchForSequenceClassification": {*_CLASSIFIER, "head_bias"},
-    "LlmArchForTokenClassification": {"classifier_bias", *_TOKEN_HEAD},
-    "LlmArchForQuestionAnswering": _TOKEN_HEAD,
-}
-
-
 def differences(ours: LlmArchConfig, back: LlmArchConfig, architecture: str) -> dict[str, tuple[Any, Any]]:
     """Switches in which two configs of a class disagree, by meaning: values that follow from others are written out
     first, and those of other classes' heads are left out."""
     a, b = meaning(ours), meaning(back)
-    unread = (_VOCABULARY | _CLASSIFIER | _TOKEN_HEAD) - HEAD_SWITCHES[architecture]
+    readers = {f.name: f.metadata["switch"].read_by for f in ours.switches()}
+    unread = {name for name, classes in readers.items() if classes and architecture not in classes}
     return {name: (a[name], b.get(name)) for name in a if name not in unread and a[name] != b.get(name)}
 
 
-# Ours that say how a model is stored, cached or kept in balance in training, never what it computes.
-INERT_OURS = {
-    *("converted_from", "use_cache", "mla_cache", "experts_layout", "classifier_dropout", "classifier_input_dropout"),
-    *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "router_bias_update_rate"),
-}
-
-
 def meaning(config: LlmArchConfig) -> Values:
-    values = {f.name: getattr(config, f.name) for f in config.switches() if f.name not in INERT_OURS}
+    values = {f.name: getattr(config, f.name) for f in config.switches() if not f.metadata["switch"].inert}
     if config.position_encoding not in ("rope", "learned"):
         del values["max_position_embeddings"]  # the other encodings have no length
     if config.attention_kind == "mla":

@@ -1,4 +1,4 @@
-"""Making transformers and PEFT know our classes, without importing either before it is needed.
+"""Making transformers and PEFT know our classes, and these the processor, without an import before it is needed.
 
 Each registration waits until the module with the table to be filled is imported, by the user or by another library; it
 happens at once where that module is there already.
@@ -14,6 +14,8 @@ from wrapt import when_imported
 
 CONFIGURATION = "hf_llmarch.model.configuration_llmarch"
 MODELING = "hf_llmarch.model.modeling_llmarch"
+# What imports the Auto classes on its way, and is itself imported by the models.
+BELOW_MODELING = tuple(f"hf_llmarch.model.{name}" for name in ("block", "backends", "parallel"))
 AUTO = "transformers.models.auto"
 
 
@@ -21,8 +23,11 @@ def register() -> None:
     """Arrange for every registration. Calling it twice does no harm."""
     when_imported(CONFIGURATION)(_prepare_config)
     when_imported(MODELING)(_register_models)
+    when_imported(MODELING)(_register_products)
     when_imported(f"{AUTO}.configuration_auto")(_announce_config)
     when_imported(f"{AUTO}.modeling_auto")(_announce_models)
+    for name in BELOW_MODELING:
+        when_imported(name)(_announce_models)
     when_imported("peft.utils.constants")(_register_with_peft)
 
 
@@ -37,8 +42,10 @@ def _announce_config(module: ModuleType) -> None:
         _register_config(import_module(CONFIGURATION), module)
 
 
-def _announce_models(_: ModuleType) -> None:
-    if not _is_being_imported(MODELING):
+def _announce_models(module: ModuleType) -> None:
+    # A module that is half imported cannot be read by the models; once it is complete, this is called again.
+    others = {MODELING, *BELOW_MODELING} - {module.__name__}
+    if not any(map(_is_being_imported, others)):
         _register_models(import_module(MODELING))
 
 
@@ -69,6 +76,13 @@ def _register_models(modeling: ModuleType) -> None:
             getattr(auto, auto_name).register(config, ours, exist_ok=True)
     # By this table Trainer knows for which heads label smoothing has to shift the labels.
     vars(auto)["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"][config.model_type] = "LlmArchForCausalLM"
+
+
+def _register_products(_: ModuleType) -> None:
+    """Let our models multiply by the fastest products of this processor."""
+    from .integrations import processors
+
+    processors.register()
 
 
 def _register_with_peft(_: ModuleType) -> None:

@@ -12,17 +12,18 @@ import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import AutoConfig
 
-from hf_llmarch import LlmArchConfig
+from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.model import configuration_llmarch as configuration
 from hf_llmarch.model.attention import QK_NORM_SHAPES
 from hf_llmarch.model.block import ATTENTIONS, BLOCKS
-from hf_llmarch.model.configuration_llmarch import NEEDS, ROPE_SPELLINGS, RULES
-from hf_llmarch.model.experts import EXPERT_LAYOUTS, GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES
+from hf_llmarch.model.configuration_llmarch import CONSTRAINTS, ROPE_SPELLINGS
+from hf_llmarch.model.experts import EXPERT_LAYOUTS
 from hf_llmarch.model.feedforward import FEED_FORWARDS
 from hf_llmarch.model.heads import POOLINGS
 from hf_llmarch.model.norms import NORM_SLOTS, NORMS
 from hf_llmarch.model.positions import POSITIONS, ROPE_FREQUENCIES
-from tiny import LOCAL_AND_GLOBAL, MIXED, MLA, STACKS, SWITCHES, YARN, tiny_config, variants
+from hf_llmarch.model.routing import GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES
+from tiny import LOCAL_AND_GLOBAL, LONGROPE, MIXED, MLA, STACKS, SWITCHES, YARN, tiny_config, variants
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 7.0, "factor": 2.0}
 EXPERT_CHOICE = {"num_experts": 6, "router_type": "expert_choice", "use_cache": False}
@@ -117,7 +118,7 @@ def test_names_of_the_host_are_no_typos(name: str) -> None:
 
 # -- combinations -----------------------------------------------------------------------------------------------------
 
-# An example that breaks each row of RULES, by the fields of the row.
+# An example that breaks each row of CONSTRAINTS, by the fields of the row.
 BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
     ("num_attention_heads", "num_key_value_heads"): [{"num_key_value_heads": 4}],
     ("attention_type", "num_attention_heads", "num_key_value_heads"): [
@@ -153,6 +154,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         }
     ],
     ("sliding_window",): [{"sliding_window": 1}, {"sliding_window": 0}],
+    ("attention_chunk_size",): [{"attention_chunk_size": 1}],
     ("embedding_size", "tie_word_embeddings", "lm_head_transform"): [
         {"embedding_size": 20, "tie_word_embeddings": True},
     ],
@@ -274,7 +276,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
     ("swish_beta", "hidden_act"): [{"swish_beta": 1.5, "hidden_act": "gelu"}],
 }
 
-# A value off the default for each row of NEEDS, in a config where nothing would read it.
+# A value off the default for each field that needs something, in a config where nothing would read it.
 UNREAD: dict[str, Any] = {
     "q_lora_rank": 7,
     "latent_norm_eps": 0.5,
@@ -338,19 +340,19 @@ UNREAD_VALUES = {"clip_qkv": 0.5, "rope_interleaved": True, "nope_layers": [1], 
 
 
 def test_every_refusal_has_an_example() -> None:
-    assert {rule.fields for rule in RULES} == set(BROKEN)
-    assert len(RULES) == len(BROKEN), "two rules on the same fields: give each its own example"
-    assert set(NEEDS) == set(UNREAD)
+    assert {constraint.fields for constraint in CONSTRAINTS} == set(BROKEN)
+    assert len(CONSTRAINTS) == len(BROKEN), "two constraints on the same fields: give each its own example"
+    assert {name for name, declared in configuration.SWITCHES.items() if declared.needs} == set(UNREAD)
 
 
 @pytest.mark.parametrize(
     ("fields", "switches"),
     [pytest.param(f, s, id=f"{'+'.join(f)}-{i}") for f, rows in BROKEN.items() for i, s in enumerate(rows)],
 )
-def test_each_rule_refuses_naming_its_fields(fields: tuple[str, ...], switches: dict[str, Any]) -> None:
+def test_each_constraint_refuses_naming_its_fields(fields: tuple[str, ...], switches: dict[str, Any]) -> None:
     message = refusal(**switches)
-    (rule,) = (rule for rule in RULES if rule.fields == fields)
-    assert rule.why in message
+    (constraint,) = (constraint for constraint in CONSTRAINTS if constraint.fields == fields)
+    assert constraint.why in message
     for name in fields:
         assert f"{name}=" in message
 
@@ -359,7 +361,7 @@ def test_each_rule_refuses_naming_its_fields(fields: tuple[str, ...], switches: 
 def test_a_switch_that_nothing_reads_is_refused(name: str) -> None:
     switches = {**UNREAD[name], name: UNREAD_VALUES[name]} if name in UNREAD_VALUES else {name: UNREAD[name]}
     message = refusal(**switches)
-    assert f"{name}={switches[name]!r} has no effect without {NEEDS[name][0]}" in message
+    assert f"{name}={switches[name]!r} has no effect without {configuration.SWITCHES[name].needs.text}" in message
 
 
 def test_layer_types_must_be_as_many_as_layers() -> None:
@@ -582,6 +584,99 @@ def test_a_window_given_beside_a_saved_config_comes_and_goes(width: str, kind: s
     assert AutoConfig.from_pretrained(tmp_path / "mixed", **{width: None}).layer_types == ["full_attention"] * 3
 
 
+# -- ranges -----------------------------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+FLOATS = [f.name for f in LlmArchConfig.switches() if float in get_args(f.type)]
+# What the formula of each type cannot do without, of all that transformers does not fill in by itself.
+FORMULAS = {
+    **dict.fromkeys(("linear", "ntk", "dynamic", "yarn"), ("factor",)),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 7.0},
+    "linear": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0},
+    "ntk": {"rope_type": "ntk", "rope_theta": 7.0, "factor": 2.0},
+    "dynamic": {**DYNAMIC},
+    "yarn": {**YARN},
+    "llama3": {
+        **{"rope_type": "llama3", "rope_theta": 7.0, "factor": 2.0, "original_max_position_embeddings": 16},
+        **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "longrope": {**LONGROPE},
+}
+OUT_OF_RANGE: list[tuple[str, dict[str, Any]]] = [
+    ("attention_scale=0", {"attention_scale": 0}),
+    ("attention_scale=-1.0", {"attention_scale": -1.0}),
+    ("attention_chunk_size=1", {"attention_chunk_size": 1}),
+    ("norm_eps=-1", {"norm_eps": -1}),
+    ("latent_norm_eps=-0.5", {**MLA, "latent_norm_eps": -0.5}),
+    ("type_vocab_size=-1", {"type_vocab_size": -1}),
+    ("initializer_range=-0.02", {"initializer_range": -0.02}),
+    ("position_offset=-1", {"position_encoding": "learned", "position_offset": -1}),
+    ("num_experts=0", {"num_experts": 0}),
+    ("num_shared_experts=-1", {"num_experts": 6, "num_shared_experts": -1}),
+    ("n_group=0", {"num_experts": 6, "n_group": 0, "topk_group": 0}),
+    ("router_jitter_noise=-0.1", {"num_experts": 6, "router_jitter_noise": -0.1}),
+    ("hidden_dropout=1.5", {"hidden_dropout": 1.5}),
+    ("hidden_dropout=-0.1", {"hidden_dropout": -0.1}),
+    ("attention_scale=-1", {"per_layer_config": {1: {"attention_scale": -1}}}),
+    ("attention_scale=-1", {"topology": "encoder-decoder", "source_stack": {"attention_scale": -1}}),
+    ("'partial_rotary_factor'", {"rope_parameters": {**ROPES["default"], "partial_rotary_factor": 2}}),
+    ("'partial_rotary_factor'", {"rope_parameters": {**ROPES["default"], "partial_rotary_factor": 0}}),
+    ("'rope_theta'", {"rope_parameters": {**ROPES["default"], "rope_theta": 0}}),
+    ("'rope_theta'", {"rope_theta": -7.0}),
+    ("'factor'", {"rope_parameters": {**ROPES["linear"], "factor": "2"}}),
+    ("'factor'", {"rope_parameters": {**YARN, "factor": 0}}),
+    ("'high_freq_factor'", {"rope_parameters": {**ROPES["llama3"], "high_freq_factor": 1.0}}),
+    ("'short_factor'", {"rope_parameters": {**LONGROPE, "short_factor": LONGROPE["short_factor"][:-1]}}),
+    ("'long_factor'", {"rope_parameters": {**LONGROPE, "long_factor": [*LONGROPE["long_factor"], 1.0]}}),
+    ("'long_factor'", {"rope_parameters": {**LONGROPE, "long_factor": 2.0}}),
+    ("'long_factor'", {"rope_parameters": {**LONGROPE, "long_factor": [NAN, *LONGROPE["long_factor"][1:]]}}),
+    (
+        "'factor'",
+        {**MIXED, "rope_parameters": {"full_attention": {**YARN, "factor": -1}, "sliding_attention": ROPES["default"]}},
+    ),
+]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", FLOATS)
+def test_no_field_is_nan_or_infinite(name: str, value: float) -> None:
+    assert f"{name}={value} must be a finite number" in refusal(**{name: value})
+
+
+def test_the_sweep_over_floats_finds_them() -> None:
+    assert {"norm_eps", "attention_scale", "swish_beta", "capacity_factor", "hidden_dropout"} <= set(FLOATS)
+    assert len(FLOATS) > 20
+
+
+@pytest.mark.parametrize(("named", "switches"), OUT_OF_RANGE, ids=str)
+def test_a_number_out_of_range_is_refused(named: str, switches: dict[str, Any]) -> None:
+    assert named in refusal(**switches)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_parameters_are_checked(kind: str) -> None:
+    """Each type is accepted as it is, and refused with a wrong number or without what its formula needs."""
+    tiny_config(rope_parameters=ROPES[kind])
+    for name, good in ROPES[kind].items():
+        for value in () if isinstance(good, str) else [[]] if isinstance(good, list) else [NAN, INF, 0, -1, "1"]:
+            assert f"rope_parameters[{name!r}]" in refusal(rope_parameters={**ROPES[kind], name: value})
+    for name in FORMULAS.get(kind, ()):
+        for without in ({}, {name: None}):
+            kept = {key: value for key, value in ROPES[kind].items() if key != name}
+            assert f"rope_parameters[{name!r}] is missing" in refusal(rope_parameters={**kept, **without})
+
+
+def test_a_number_set_later_is_refused_by_the_model() -> None:
+    config = tiny_config()
+    config.rope_parameters["rope_theta"] = 0
+    with pytest.raises(ValueError, match="rope_theta"):
+        LlmArchForCausalLM(config)
+
+
 # -- one layer's own --------------------------------------------------------------------------------------------------
 
 
@@ -635,7 +730,7 @@ def test_a_layer_may_not_differ_in_what_the_model_has_once(switches: dict[str, A
     assert "per_layer_config" in message
 
 
-def test_rules_hold_in_each_layer() -> None:
+def test_constraints_hold_in_each_layer() -> None:
     assert "num_key_value_heads=4" in refusal(per_layer_config={2: {"num_key_value_heads": 4}})
     assert "parallel_norms=2" in refusal(per_layer_config={0: {"parallel_norms": 2}})
     assert "num_experts_per_tok=4" in refusal(num_experts=3, per_layer_config={1: {"num_experts_per_tok": 4}})
@@ -650,10 +745,9 @@ def test_rules_hold_in_each_layer() -> None:
         (POSITIONS, configuration.PositionEncoding),
         (NORMS, configuration.NormType),
         (NORM_SLOTS, configuration.NormPlacement),
-        (FEED_FORWARDS, configuration.FFNType),
         (ATTENTIONS, configuration.AttentionType),
     ],
-    ids=["POSITIONS", "NORMS", "NORM_SLOTS", "FEED_FORWARDS", "ATTENTIONS"],
+    ids=["POSITIONS", "NORMS", "NORM_SLOTS", "ATTENTIONS"],
 )
 def test_tables_have_a_part_for_each_value(table: Mapping[str, Any], literal: Any) -> None:
     assert set(table) == set(get_args(literal))
@@ -664,6 +758,7 @@ def test_other_tables_have_a_part_for_each_value() -> None:
     assert set(get_args(configuration.RopeType)) <= set(ROPE_FREQUENCIES)
     # A parallel block has no place for cross-attention, and one norm or two only where it is parallel.
     assert set(BLOCKS) == {(False, 1, False), (True, 1, False), (True, 2, False), (False, 1, True)}
+    assert {kind for kind, _ in FEED_FORWARDS} == set(get_args(configuration.FFNType))
     assert set(ROUTERS) == set(get_args(configuration.RouterType))
     assert set(SCORES) == set(get_args(configuration.RouterScore))
     assert set(GROUP_SCORES) == set(get_args(configuration.RouterGroupScore))
@@ -718,11 +813,11 @@ def test_derived_values(given: dict[str, Any], expected: dict[str, Any]) -> None
 
 
 def test_example_functions_are_pure() -> None:
-    """Rules are read for each layer and on each save: they must not change what they look at."""
+    """Constraints are read for each layer and on each save: they must not change what they look at."""
     config = tiny_config(**MIXED, rope_parameters=LOCAL_AND_GLOBAL)
     before = config.to_dict()
-    checks: list[Callable[[LlmArchConfig], bool]] = [rule.holds for rule in RULES]
-    checks += [holds for _, holds in NEEDS.values()]
+    checks: list[Callable[[LlmArchConfig], bool]] = [constraint.holds for constraint in CONSTRAINTS]
+    checks += [declared.needs.holds for declared in configuration.SWITCHES.values() if declared.needs]
     for holds in checks:
         holds(config)
     assert config.to_dict() == before

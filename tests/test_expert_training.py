@@ -18,7 +18,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.model.experts import ROUTERS, SPARSE_FEED_FORWARDS, Router, SparseFeedForward, balance_loss, z_loss
+from hf_llmarch.model.balancing import balance_loss, z_loss
+from hf_llmarch.model.experts import SPARSE_FEED_FORWARDS, SparseFeedForward
+from hf_llmarch.model.routing import ROUTERS, Router
 from hf_llmarch.study.balance import ExpertLoad, ExpertLoadCallback, collapsed, expert_load
 from test_experts import SPARSE
 from tiny import assert_close, redraw, text, tiny_config, tiny_model
@@ -302,7 +304,7 @@ def test_the_bias_moves_towards_the_experts_with_less() -> None:
     switches = {**LOSS_FREE, "num_experts": 4, "num_experts_per_tok": 1, "router_bias_update_rate": 0.25}
     config = tiny_config(**switches)
     config._experts_implementation = "eager"
-    layer = redraw(SPARSE_FEED_FORWARDS[config.router_type](config, config)).train()
+    layer = redraw(SPARSE_FEED_FORWARDS[ROUTERS[config.router_type].pickers](config, config)).train()
     with torch.no_grad():
         layer.gate.weight.copy_(torch.eye(4, 48))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)

@@ -14,23 +14,18 @@ from torch import nn
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from hf_llmarch import LlmArchForCausalLM
-from hf_llmarch.model import experts as experts_module
+from hf_llmarch.integrations import processors
 from hf_llmarch.model.compat import EXPERTS
 from hf_llmarch.model.configuration_llmarch import ExpertsLayout, Overflow, RouterGroupScore, RouterScore, RouterType
 from hf_llmarch.model.experts import (
     EXPERT_LAYOUTS,
-    GROUP_SCORES,
-    OVERFLOWS,
-    ROUTERS,
-    SCORES,
     SPARSE_FEED_FORWARDS,
     LinearExperts,
     PackedExperts,
     SparseFeedForward,
-    always,
-    evenly_busy,
-    slots,
 )
+from hf_llmarch.model.linear import Linear, Products
+from hf_llmarch.model.routing import GROUP_SCORES, OVERFLOWS, ROUTERS, SCORES, slots
 from tiny import assert_close, differs, redraw, text, tiny_config, tiny_model
 
 # An odd number of experts, as wide as nothing else; rows of 80 bytes, which grouped_mm can take.
@@ -61,7 +56,7 @@ def layer(**switches: Any) -> SparseFeedForward:
     """A sparse feed-forward by itself, every number in it drawn."""
     config = tiny_config(**{**SPARSE, **switches})
     config._experts_implementation = "eager"
-    module = redraw(SPARSE_FEED_FORWARDS[config.router_type](config, config)).eval()
+    module = redraw(SPARSE_FEED_FORWARDS[ROUTERS[config.router_type].pickers](config, config)).eval()
     if module.gate.e_score_correction_bias is not None:
         module.gate.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, module.gate.experts).flip(0))
     return module
@@ -443,12 +438,12 @@ def test_what_found_no_room_gets_exactly_the_residual() -> None:
     model = tiny_model(**SPARSE, capacity_factor=0.2)
     block = model.model.layers[0]
     x = tokens(2, 12)
-    fed = block.feed(x, None)
+    fed = block.mlp(block.mlp_norm.pre(x), None)
     lost = (fed == 0).all(-1)
     # ceil(12 x 2 / 5 x 0.2) = 1 token an expert and row: at most 5 of the 12 tokens pass an expert.
     assert lost.sum(-1).min() >= 7
     assert not lost.all()
-    assert torch.equal((x + fed)[lost], x[lost])
+    assert torch.equal(block.mlp_norm.join(x, fed)[lost], x[lost])
 
 
 def test_padding_gets_nothing_from_the_experts_of_a_bounded_layer() -> None:
@@ -586,21 +581,25 @@ PICKS: dict[str, torch.Tensor] = {
 
 @each_feed_forward
 @pytest.mark.parametrize("picks", PICKS)
-@pytest.mark.parametrize("method", ["segments", "batches", "token"])
+@pytest.mark.parametrize("method", [PackedExperts.segments, processors.batches, PackedExperts.token])
 @pytest.mark.parametrize("at_once", [2, 16])
-def test_what_runs_in_place_of_the_host_s_product(
-    switches: dict[str, Any], picks: str, method: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+def test_what_runs_in_place_of_the_grouped_product(
+    switches: dict[str, Any],
+    picks: str,
+    method: Callable[..., torch.Tensor],
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(experts_module, "BATCH", at_once)
+    monkeypatch.setattr(processors, "EXPERTS_AT_ONCE", at_once)
     packed, indices = layer(**switches).experts, PICKS[picks]
-    if method == "token":
+    if method is PackedExperts.token:
         indices = indices[:1]
     x = tokens().flatten(0, 1)[: len(indices)]
     weights = torch.rand(indices.shape, generator=torch.Generator().manual_seed(3))
     for dtype, tolerance in ((torch.float32, "native"), (torch.bfloat16, "bf16")):
         packed, x, weights = packed.to(dtype), x.to(dtype), weights.to(dtype)
         with torch.no_grad():
-            got = getattr(packed, method)(x, indices, weights)
+            got = method(packed, x, indices, weights)
         assert got.dtype == dtype
         if picks == "nobody's":
             assert (got == 0).all()
@@ -610,25 +609,29 @@ def test_what_runs_in_place_of_the_host_s_product(
 
 def test_experts_are_evenly_busy() -> None:
     spread = torch.arange(8).repeat(16).view(-1, 2)  # 16 tokens for each of 8
-    assert evenly_busy(spread, 8)
-    assert evenly_busy(spread.masked_fill(spread == 3, 4), 8)  # one has none and another twice as many
-    assert not evenly_busy(spread.masked_fill(spread == 3, 8).masked_fill(spread == 4, 8), 8)  # two have none
-    assert not evenly_busy(torch.zeros(64, 2, dtype=torch.long), 8)
-    assert not evenly_busy(spread[:7], 8)  # fewer than two each
+    assert processors.evenly_busy(spread, 8)
+    assert processors.evenly_busy(spread.masked_fill(spread == 3, 4), 8)  # one has none and another twice as many
+    assert not processors.evenly_busy(
+        spread.masked_fill(spread == 3, 8).masked_fill(spread == 4, 8), 8
+    )  # two have none
+    assert not processors.evenly_busy(torch.zeros(64, 2, dtype=torch.long), 8)
+    assert not processors.evenly_busy(spread[:7], 8)  # fewer than two each
 
 
 @pytest.mark.parametrize(
-    ("dtype", "faster", "length", "expected"),
+    ("dtype", "processor", "picks", "expected"),
     [
-        (torch.float32, {}, 14, "grouped_mm"),
-        (torch.float32, {torch.float32: ("segments", always)}, 14, "segments"),
-        (torch.bfloat16, {torch.bfloat16: ("batches", evenly_busy)}, 14, "batches"),
-        (torch.bfloat16, {torch.bfloat16: ("batches", lambda *_: False)}, 14, "grouped_mm"),
-        (torch.bfloat16, {}, 1, "token"),
+        (torch.float32, "other", some_picks(), "grouped_mm"),
+        (torch.float32, "amd", some_picks(), "segments"),
+        (torch.bfloat16, "amx", some_picks(), "batches"),
+        (torch.bfloat16, "amx", torch.full((14, 2), 2), "grouped_mm"),
+        (torch.bfloat16, "amd", some_picks(), "grouped_mm"),
+        (torch.bfloat16, "other", some_picks()[:1], "token"),
+        (torch.float32, "not asked", some_picks(), "grouped_mm"),
     ],
 )
 def test_what_is_faster_on_this_processor_is_run(
-    dtype: torch.dtype, faster: dict[torch.dtype, Any], length: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, processor: str, picks: torch.Tensor, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []
 
@@ -639,18 +642,19 @@ def test_what_is_faster_on_this_processor_is_run(
 
         return run
 
-    for name in ("segments", "batches", "token"):
-        monkeypatch.setattr(PackedExperts, name, noting(name, getattr(PackedExperts, name)))
+    for owner, name in ((PackedExperts, "segments"), (processors, "batches"), (PackedExperts, "token")):
+        monkeypatch.setattr(owner, name, noting(name, getattr(owner, name)))
     monkeypatch.setitem(EXPERTS, "grouped_mm", noting("grouped_mm", EXPERTS["grouped_mm"]))
-    monkeypatch.setattr(experts_module, "FASTER", faster)
-    packed = layer(moe_intermediate_size=24).experts.to(dtype)  # rows of 48 bytes: the host's product takes them
+    monkeypatch.setattr(processors, "BY_ONEDNN", {torch.float32} if processor == "amd" else set())
+    monkeypatch.setattr(processors, "WEIGHT_FIRST", {torch.bfloat16} if processor == "amx" else set())
+    monkeypatch.setattr(Linear, "products", Products() if processor == "not asked" else processors.ProcessorProducts())
+    packed = layer(moe_intermediate_size=24).experts.to(dtype)  # rows of 48 bytes, which it takes
     packed.config._experts_implementation = "grouped_mm"
-    x, indices = tokens().flatten(0, 1)[:length].to(dtype), some_picks()[:length]
-    weights = torch.rand(indices.shape).to(dtype)
+    x, weights = tokens().flatten(0, 1)[: len(picks)].to(dtype), torch.rand(picks.shape).to(dtype)
     with torch.no_grad():
-        packed(x, indices, weights)
+        packed(x, picks, weights)
     assert ran == [expected]
-    packed(x, indices, weights)  # with gradients the host's
+    packed(x, picks, weights)  # with gradients
     assert ran[1:] == ["grouped_mm"]
 
 

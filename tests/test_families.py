@@ -21,8 +21,9 @@ from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
 from hf_llmarch.conversion.errors import NotExpressible, PlanError, UnknownFamily, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.plans import Plan, export_plan, plan
-from hf_llmarch.model.attention import demands, honours
+from hf_llmarch.model.backends import demands, honours
 from hf_llmarch.model.compat import CACHE
+from hf_llmarch.model.declarations import Feature
 
 REAL = Path(__file__).parents[2] / "shared" / "real"
 
@@ -110,9 +111,9 @@ def test_every_family_has_a_case() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_logits(converted: Converted, backend: str) -> None:
-    for switch in demands(converted.ours.config):
-        if not honours(backend, (switch,)):
-            with pytest.raises(ValueError, match=switch):
+    for demand in demands(converted.ours.config):
+        if not honours(backend, (demand.feature,)):
+            with pytest.raises(ValueError, match=demand.field):
                 converted.ours.set_attn_implementation(backend)
             return
     converted.ours.set_attn_implementation(backend)
@@ -152,7 +153,8 @@ def masks() -> dict[str, torch.Tensor]:
     _, left = left_padded()
     holes, both = torch.ones_like(left), left.clone()
     holes[0, 4:6] = holes[1, 11] = holes[1, 17] = 0
-    both[0, 9] = both[1, 12:15] = 0
+    # Not [12:15], under which two experts of one token score alike to 3e-8, and rounding decides between them.
+    both[0, 9] = both[1, 11:15] = 0
     return {"left": left, "right": left.flip(-1), "inside": holes, "left and inside": both}
 
 
@@ -164,7 +166,7 @@ def test_logits_under_a_mask_without_positions(converted: Converted, kind: str) 
     real, cut = mask.bool(), 13
     expected = converted.native(ids, attention_mask=mask).logits
     assert_equal_logits(converted.ours(ids, attention_mask=mask).logits[real], expected[real])
-    if "rope_parameters" in demands(converted.ours.config):
+    if Feature.WHOLE_ROWS in {demand.feature for demand in demands(converted.ours.config)}:
         return  # frequencies that follow the text's length: what is cached was turned by others
     first = converted.ours(ids[:, :cut], attention_mask=mask[:, :cut], use_cache=True)
     rest = converted.ours(ids[:, cut:], attention_mask=mask, past_key_values=first.get(CACHE))

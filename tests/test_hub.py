@@ -20,7 +20,7 @@ from hf_llmarch import LlmArchConfig
 from hf_llmarch.model.compat import code_files
 from hf_llmarch.model.configuration_llmarch import AUTO_MAP
 from hf_llmarch.model.host import SUPPORTED
-from tiny import BOTH, ENCODER, MIXED, MLA, MOE, YARN, redraw, text, tiny_config
+from tiny import BOTH, ENCODER, MIXED, MLA, MOE, YARN, assert_close, redraw, text, tiny_config
 
 pytestmark = pytest.mark.core
 
@@ -88,6 +88,9 @@ for name, head in models.items():
         assert type(loaded).__module__.startswith("transformers_modules."), type(loaded)
         if auto != "AutoConfig":
             outputs[auto] = output(loaded)
+            # Products by processor are the package's: here all are torch's own.
+            linears = [part for part in loaded.modules() if type(part).__name__ == "Linear"]
+            assert linears and all(type(part).forward is torch.nn.Linear.forward for part in linears)
     loaded.save_pretrained(f"again/{name}")
     again = getattr(transformers, head).from_pretrained(f"again/{name}", trust_remote_code=True)
     outputs["again"] = output(again)
@@ -147,15 +150,15 @@ def test_every_auto_class_has_a_folder() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_loads_without_the_package_and_is_saved_again_from_there(name: str, elsewhere: Path) -> None:
-    # From the same file as elsewhere, not from memory: BLAS takes another path where weights begin at another address.
     model: Any = type(build(name)).from_pretrained(elsewhere / "models" / name).eval()
     theirs = load_file(elsewhere / f"{name}.safetensors")
     given = inputs(model.config)
     result = model(**given)
     expected = result["start_logits" if "start_logits" in result else "logits"]
-    assert torch.equal(theirs[MODELS[name][0]], expected)
-    assert torch.equal(theirs["AutoModel"], model.model(**given).last_hidden_state)
-    assert torch.equal(theirs["again"], expected)
+    # Not bit for bit: with the package, products are by what is fastest on this processor.
+    assert_close(theirs[MODELS[name][0]], expected, "backend")
+    assert_close(theirs["AutoModel"], model.model(**given).last_hidden_state, "backend")
+    assert torch.equal(theirs["again"], theirs[MODELS[name][0]])
     if "written" in theirs:
         written = model.generate(given["input_ids"], max_new_tokens=5, do_sample=False, pad_token_id=0)
         assert torch.equal(theirs["written"], written)

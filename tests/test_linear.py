@@ -1,4 +1,4 @@
-"""Products on CPU: the fastest where nothing is lost by it, F.linear where something would be, and packed weights."""
+"""Products on CPU: the fastest where nobody could tell, F.linear where somebody could, and prepacked weights."""
 
 import copy
 import json
@@ -6,15 +6,19 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_llmarch.model import compat, generation, linear
-from hf_llmarch.model.linear import Linear, packed
+from hf_llmarch.integrations import processors
+from hf_llmarch.integrations.processors import prepacked
+from hf_llmarch.model import generation
+from hf_llmarch.model.linear import Linear, Products, linear
 from tiny import assert_close, text, tiny_model
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -32,52 +36,82 @@ def exact(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return product if module.bias is None else product + module.bias.double()
 
 
-def counted(product: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The weights that a product is called with, from now on that of every processor."""
-    seen: list[torch.Tensor] = []
-
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        seen.append(weight)
-        return product(x, weight, bias)
-
-    monkeypatch.setattr(linear, "PRODUCTS", dict.fromkeys(DTYPES, run))
-    return seen
+def use_for_all_dtypes(product: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this machine one whose processor is fastest by `BY_ONEDNN` or `WEIGHT_FIRST`, or by neither."""
+    for name in ("BY_ONEDNN", "WEIGHT_FIRST"):
+        monkeypatch.setattr(processors, name, set(DTYPES) if name == product else set())
 
 
-def onednn_noted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The weights that oneDNN's operator is called with from now on."""
+def noted(owner: Any, name: str, product: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that `owner.name` is called with from now on."""
     seen: list[torch.Tensor] = []
 
     def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
         seen.append(weight)
-        return compat.ONEDNN_LINEAR(x, weight, *rest)
+        return product(x, weight, *rest)
 
-    monkeypatch.setattr(linear, "ONEDNN_LINEAR", run)
+    monkeypatch.setattr(owner, name, run)
     return seen
 
 
-@pytest.fixture(params=[pytest.param("by_onednn", marks=needs_onednn), "weight_first"])
-def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The weights that each of our products is called with."""
-    monkeypatch.setattr(linear, "SMALL", 0)
-    return counted(getattr(linear, request.param), monkeypatch)
+def torch_s_own_noted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that are multiplied by F.linear from now on."""
+    functions = SimpleNamespace(linear=F.linear)
+    monkeypatch.setattr(processors, "F", functions)
+    return noted(functions, "linear", F.linear, monkeypatch)
+
+
+def onednn_noted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The weights that oneDNN's operator is called with from now on."""
+    return noted(processors, "ONEDNN_LINEAR", processors.ONEDNN_LINEAR, monkeypatch)
+
+
+@pytest.fixture(params=[pytest.param("BY_ONEDNN", marks=needs_onednn), "WEIGHT_FIRST"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of our products, for weights of any size."""
+    monkeypatch.setattr(processors, "SMALL", 0)
+    use_for_all_dtypes(request.param, monkeypatch)
+    return request.param
 
 
 @needs_onednn
 def test_the_private_operators_are_there() -> None:
-    assert compat.ONEDNN_LINEAR is not None
-    assert compat.ONEDNN_PACK is not None
+    assert processors.ONEDNN_LINEAR is not None
+    assert processors.ONEDNN_PREPACK is not None
+
+
+def test_the_package_installs_its_products() -> None:
+    assert isinstance(Linear.products, processors.ProcessorProducts)
+    assert Linear.forward is processors.multiply
+
+
+def test_without_the_package_products_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Linear, "products", Linear.products)
+    monkeypatch.setattr(Linear, "forward", Linear.forward)
+    own = torch_s_own_noted(monkeypatch)
+    Linear.use(Products())
+    module, x, model = layer(), torch.randn(3, 40), tiny_model().to(torch.bfloat16)
+    with torch.no_grad(), Linear.products.prepacked(model):
+        assert module(x).equal(F.linear(x, module.weight, module.bias))
+        assert linear(x, module.weight).equal(F.linear(x, module.weight))
+        assert not copies(model)
+    assert not own  # none of them by way of the package
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(40,), (1, 40), (3, 40), (2, 5, 40), (1, 1, 40), (0, 40)])
-def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], calls: list[torch.Tensor]) -> None:
+def test_the_product(
+    dtype: torch.dtype, bias: bool, shape: tuple[int, ...], product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = torch_s_own_noted(monkeypatch)
     module, x = layer(dtype, bias), torch.randn(shape).to(dtype)
+    rows = x.numel() // 40
     with torch.no_grad():
         got = module(x)
         strided = module(x.flip(-1).mT.contiguous().mT) if x.dim() > 1 else None
-    assert len(calls) == 1 + (strided is not None)
+    fast = product == "BY_ONEDNN" or rows == 1 or (not bias and 1 < rows <= processors.FEW_ROWS)
+    assert len(own) == (0 if fast else 2)
     assert got.dtype == dtype
     assert got.is_contiguous()
     if x.numel():
@@ -90,36 +124,33 @@ def test_the_product(dtype: torch.dtype, bias: bool, shape: tuple[int, ...], cal
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_product_of_a_vector(dtype: torch.dtype, bias: bool) -> None:
+def test_the_product_of_a_vector(dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any processor in fp32."""
+    use_for_all_dtypes(None, monkeypatch)
+    own = torch_s_own_noted(monkeypatch)
     module, x = layer(dtype, bias), torch.randn(40).to(dtype)
     with torch.no_grad():
-        assert_close(linear.of_vector(x, module.weight, module.bias), exact(module, x), DTYPES[dtype])
+        assert_close(module(x), exact(module, x), DTYPES[dtype])
+    assert bool(own) == (dtype is not torch.float32)
 
 
 @needs_onednn
 def test_a_small_weight_is_not_worth_onednn_s_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_for_all_dtypes("BY_ONEDNN", monkeypatch)
     ran = onednn_noted(monkeypatch)
     x = torch.randn(3, 256)
     for rows in (256, 257):
         weight = torch.randn(rows, 256)
-        assert_close(linear.by_onednn(x, weight, None), x.double() @ weight.double().T, "native")
+        with torch.no_grad():
+            assert_close(linear(x, weight), x.double() @ weight.double().T, "native")
     assert [weight.shape for weight in ran] == [(257, 256)]
 
 
-# What the system says of a processor -> the products in place of F.linear, those of vectors, and the experts' methods
-# in place of the host's grouped product.
-PROCESSORS: dict[str, tuple[dict[str, str], ...]] = {
-    "vendor_id : GenuineIntel\nflags : avx512f amx_bf16": (
-        {"torch.bfloat16": "weight_first"},
-        {"torch.float32": "of_vector", "torch.bfloat16": "of_vector"},
-        {"torch.bfloat16": "batches"},
-    ),
-    "vendor_id : GenuineIntel\nflags : avx512f": ({}, {"torch.float32": "of_vector"}, {}),
-    "vendor_id : AuthenticAMD\nflags : avx512f": (
-        {"torch.float32": "by_onednn"},
-        {"torch.float32": "by_onednn"},
-        {"torch.float32": "segments"},
-    ),
+# What the system says of a processor -> the dtypes that are fastest by oneDNN's operator, and with the weight first.
+PROCESSORS: dict[str, list[list[str]]] = {
+    "vendor_id : GenuineIntel\nflags : avx512f amx_bf16": [[], ["torch.bfloat16"]],
+    "vendor_id : GenuineIntel\nflags : avx512f": [[], []],
+    "vendor_id : AuthenticAMD\nflags : avx512f": [["torch.float32"], []],
 }
 CHOICES = """
 import json, pathlib, sys
@@ -127,10 +158,8 @@ read = pathlib.Path.read_text
 pathlib.Path.read_text = lambda path, *args, **kwargs: (
     sys.argv[1] if str(path) == "/proc/cpuinfo" else read(path, *args, **kwargs)
 )
-from hf_llmarch.model import experts, linear
-tables = [linear.PRODUCTS, linear.VECTOR_PRODUCTS]
-products = [{str(dtype): product.__name__ for dtype, product in table.items()} for table in tables]
-print(json.dumps([*products, {str(dtype): method for dtype, (method, _) in experts.FASTER.items()}]))
+from hf_llmarch.integrations import processors
+print(json.dumps([[str(dtype) for dtype in dtypes] for dtypes in (processors.BY_ONEDNN, processors.WEIGHT_FIRST)]))
 """
 
 
@@ -140,7 +169,7 @@ print(json.dumps([*products, {str(dtype): method for dtype, (method, _) in exper
 @pytest.mark.parametrize("processor", PROCESSORS, ids=["amx", "intel", "amd"])
 def test_the_choice_follows_the_processor(processor: str) -> None:
     ran = subprocess.run([sys.executable, "-c", CHOICES, processor], capture_output=True, text=True, check=True)
-    assert json.loads(ran.stdout.splitlines()[-1]) == list(PROCESSORS[processor])
+    assert json.loads(ran.stdout.splitlines()[-1]) == PROCESSORS[processor]
 
 
 def under_autocast(module: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -160,10 +189,10 @@ def mapped(module: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def forward_gradient(module: Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear map's derivative in a direction is its value there, without the bias."""
+    """A linear map's derivative in a direction is its value there."""
     with torch.autograd.forward_ad.dual_level():
         out = module(torch.autograd.forward_ad.make_dual(torch.zeros_like(x), x))
-        return torch.autograd.forward_ad.unpack_dual(out).tangent + module.bias
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
 
 
 def traced(module: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -176,24 +205,28 @@ def compiled(module: Linear, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("watcher", [under_autocast, counting_flops, mapped, forward_gradient, traced, compiled])
 def test_torch_s_own_product_where_it_is_watched(
-    watcher: Callable[[Linear, torch.Tensor], torch.Tensor], calls: list[torch.Tensor]
+    watcher: Callable[[Linear, torch.Tensor], torch.Tensor], product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, x = layer(), torch.randn(3, 40)
+    own = torch_s_own_noted(monkeypatch)
+    module, x = layer(bias=False), torch.randn(3, 40)
     with torch.no_grad():
+        module(x)
+        assert not own
         got = watcher(module, x)
-    assert not calls
+    assert own
     assert got.dtype == (torch.bfloat16 if watcher is under_autocast else torch.float32)
     assert_close(got, exact(module, x), "bf16" if watcher is under_autocast else "native")
 
 
-def test_gradients_are_torch_s_own(calls: list[torch.Tensor]) -> None:
-    module, x = layer(), torch.randn(3, 40, requires_grad=True)
+def test_gradients_are_torch_s_own(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch_s_own_noted(monkeypatch)
+    module, x = layer(bias=False), torch.randn(3, 40, requires_grad=True)
     module(x).sum().backward()
-    assert not calls
+    assert len(own) == 1
     assert_close(x.grad, module.weight.detach().sum(0).expand(3, 40), "native")
 
 
-# -- packed weights --------------------------------------------------------------------------------------------------
+# -- prepacked weights -----------------------------------------------------------------------------------------------
 
 EXPERTS: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 26}
 KINDS: dict[str, dict[str, Any]] = {
@@ -210,23 +243,24 @@ def in_onednn_layout(weights: list[torch.Tensor]) -> int:
 @pytest.fixture
 def packs(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The weights that oneDNN is called with, on a processor without AMX."""
-    monkeypatch.setattr(linear, "AMX", False)
+    monkeypatch.setattr(processors, "AMX", False)
+    monkeypatch.setattr(processors, "WEIGHT_FIRST", set())
     return onednn_noted(monkeypatch)
 
 
 def copies(model: nn.Module) -> list[Any]:
-    return [module.copy for module in model.modules() if isinstance(module, Linear) and module.copy is not None]
+    return [m.prepacked for m in model.modules() if isinstance(m, Linear) and m.prepacked is not None]
 
 
 @needs_onednn
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_serve_few_rows(kind: str, packs: list[torch.Tensor]) -> None:
+def test_prepacked_weights_serve_few_rows(kind: str, packs: list[torch.Tensor]) -> None:
     model = tiny_model(**KINDS[kind]).to(torch.bfloat16)
     many, one = text(batch=3, length=11), text(batch=1, length=1)
     with torch.no_grad():
         expected = [model(ids).logits for ids in (many, one)]
         assert not in_onednn_layout(packs)
-        with packed(model):
+        with prepacked(model):
             assert_close(model(many).logits, expected[0], "bf16")
             packs.clear()
             assert_close(model(one).logits, expected[1], "bf16")
@@ -237,17 +271,17 @@ def test_packed_weights_serve_few_rows(kind: str, packs: list[torch.Tensor]) -> 
 
 
 @needs_onednn
-def test_generate_packs_a_text_that_gets_long(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
+def test_generate_prepacks_for_a_long_text(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
     model, ids = tiny_model().to(torch.bfloat16), text(batch=1, length=5)
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    model.generate(ids, max_new_tokens=generation.STEPS_UNPACKED, **settings)
+    model.generate(ids, max_new_tokens=generation.STEPS_UNPREPARED, **settings)
     assert not in_onednn_layout(packs)
     long = model.generate(ids, max_new_tokens=20, **settings)
     products = 3 * 7 + 1
-    assert in_onednn_layout(packs) == (20 - generation.STEPS_UNPACKED) * products
+    assert in_onednn_layout(packs) == (20 - generation.STEPS_UNPREPARED) * products
     assert not copies(model)
     packs.clear()
-    monkeypatch.setattr(linear, "free_memory", lambda: 0)  # no room for a copy
+    monkeypatch.setattr(processors, "free_memory", lambda: 0)  # no room for a copy
     assert model.generate(ids, max_new_tokens=20, **settings).equal(long)
     assert not in_onednn_layout(packs)
 
@@ -260,22 +294,22 @@ def test_copies_end_with_an_error(packs: list[torch.Tensor]) -> None:
         assert copies(model)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), packed(model):
+    with pytest.raises(KeyboardInterrupt), prepacked(model):
         stop()
     assert not copies(model)
 
 
-def test_fp32_is_not_packed(packs: list[torch.Tensor]) -> None:
+def test_fp32_is_not_prepacked(packs: list[torch.Tensor]) -> None:
     model = tiny_model()
-    with packed(model):
+    with prepacked(model):
         assert not copies(model)
 
 
 @needs_onednn
-def test_nothing_is_packed_for_amx(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
-    monkeypatch.setattr(linear, "AMX", True)
+def test_nothing_is_prepacked_for_amx(monkeypatch: pytest.MonkeyPatch, packs: list[torch.Tensor]) -> None:
+    monkeypatch.setattr(processors, "AMX", True)
     model = tiny_model().to(torch.bfloat16)
-    with packed(model):
+    with prepacked(model):
         assert not copies(model)
 
 

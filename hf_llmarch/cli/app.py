@@ -192,7 +192,7 @@ def switch_rows() -> list[dict[str, Any]]:
 
     `needs` is the condition without which a value other than the default is refused; None: there is none.
     """
-    from hf_llmarch.model.configuration_llmarch import NEEDS, LlmArchConfig
+    from hf_llmarch.model.configuration_llmarch import SWITCHES, LlmArchConfig
 
     fields = {field.name: field for field in LlmArchConfig.switches()}
     return [
@@ -201,7 +201,7 @@ def switch_rows() -> list[dict[str, Any]]:
             "name": name,
             "type": spelling(fields[name].type),
             "default": fields[name].default,
-            "needs": NEEDS.get(name, (None,))[0],
+            "needs": getattr(SWITCHES[name].needs, "text", None),
             "doc": LlmArchConfig.docs()[name],
         }
         # dataclasses collect their bases from the last to the first; the bases themselves stand in reading order.

@@ -3,8 +3,8 @@
 Shapes: `B` batch, `T` query, `S` key, `H` query heads, `G` key/value heads, `D` head width.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,89 +14,12 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_llmarch import LlmArchConfig, QKNorm
-from .embeddings import Clamp, Map, chain, unchanged
+from .declarations import SHARED, Facts
+from .embeddings import Clamp, TensorFn, identity, in_sequence
+from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
-
-# The implementations of the host and of vLLM. Others (kernels of the Hub, say) are known to add nothing to a score.
-KNOWN = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4", "vllm")
-
-
-class AllBut:
-    """A set of implementations: all but those whose names begin with one of these."""
-
-    def __init__(self, *prefixes: str):
-        self.prefixes = prefixes
-
-    def __contains__(self, implementation: str) -> bool:
-        return not implementation.startswith(self.prefixes)
-
-
-# Several texts in one row, without a mask: what looks at a row's length or at its other tokens sees other texts' too.
-UNPACKED = AllBut("vllm", "sglang", "paged|")
-
-# What attention asks for beyond q.k, and the implementations that do it. Every other one would drop it without a word,
-# except that sdpa raises on a soft-cap. vLLM and SGLang also have heads of their own, and run decoders alone.
-HONOURS: dict[str, frozenset[str] | AllBut] = {
-    "attn_logit_softcapping": frozenset({*KNOWN, "paged|flash_attention_2", "paged|flash_attention_3"}) - {"sdpa"},
-    "attention_sinks": frozenset(
-        {"eager", "flash_attention_3", "flash_attention_4", "paged|flash_attention_3", "vllm"}
-    ),
-    "position_encoding": frozenset({"eager", "sdpa"}),
-    "attention_chunk_size": frozenset({"eager", "sdpa", "flex_attention"}),
-    "attention_type": AllBut("paged|"),
-    "rope_parameters": UNPACKED,
-    "capacity_factor": UNPACKED,
-    "expert_capacity": UNPACKED,
-    "router_type": UNPACKED,
-    "topology": UNPACKED,
-    "lm_head_transform": AllBut("vllm", "sglang"),
-    "logit_scale": AllBut("vllm", "sglang"),
-}
-
-DEMANDS: dict[str, Callable[[LlmArchConfig], bool]] = {
-    "attn_logit_softcapping": lambda c: c.attn_logit_softcapping is not None,
-    "attention_sinks": lambda c: c.attention_sinks,
-    "position_encoding": lambda c: c.position_encoding in ("alibi", "relative_bias"),
-    "attention_chunk_size": lambda c: "chunked_attention" in c.layer_types,
-    # The host's paged cache has keys and values of one width.
-    "attention_type": lambda c: c.attention_kind == "mla",
-    # Frequencies that follow the longest text, whose cached keys were turned by earlier ones.
-    "rope_parameters": lambda c: any(p["rope_type"] in ("dynamic", "longrope") for p in c.rope_by_layer_type.values()),
-    "capacity_factor": lambda c: c.capacity_factor is not None,
-    "expert_capacity": lambda c: c.expert_capacity is not None,
-    "router_type": lambda c: c.num_experts is not None and c.router_type == "expert_choice",
-    "topology": lambda c: c.topology == "encoder-decoder",
-    "lm_head_transform": lambda c: c.lm_head_transform,
-    # vLLM bounds logits before it scales them.
-    "logit_scale": lambda c: c.logit_scale != 1.0 and c.final_logit_softcapping is not None,
-}
-
-
-def demands(config: LlmArchConfig) -> tuple[str, ...]:
-    """The switches of `config` that not every attention implementation honours."""
-    layers = config.layer_configs()
-    return tuple(name for name, demanding in DEMANDS.items() if any(demanding(layer) for layer in layers))
-
-
-def honours(implementation: str | None, switches: Iterable[str]) -> bool:
-    """Whether an attention implementation, if one is chosen yet, does all of these switches."""
-    return implementation is None or all(implementation in HONOURS[name] for name in switches)
-
-
-def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
-    """
-    Raises:
-        ValueError: naming the first switch that `implementation` would ignore, and the implementations that would not.
-    """
-    for name in demands(config):
-        if not honours(implementation, (name,)):
-            value = next(getattr(layer, name) for layer in config.layer_configs() if DEMANDS[name](layer))
-            raise ValueError(
-                f"attn_implementation={implementation!r} cannot do {name}={value!r} and would ignore it. "
-                f"Use one of: {', '.join(sorted(known for known in KNOWN if known in HONOURS[name]))}."
-            )
 
 
 def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
@@ -131,7 +54,7 @@ def eager_attention(
     score_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The host's attention signature in plain operations; honours every switch. Softmax in fp32.
+    """Attention in plain operations, with transformers' signature. It honours every feature; its softmax is in fp32.
 
     Returns:
         The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
@@ -166,7 +89,7 @@ QK_NORM_SHAPES: dict[QKNorm, Callable[[int, int], tuple[int, ...]]] = {
 
 
 class ScoredAttention(nn.Module):
-    """What every attention shares: its scale, its options and the call of the host's implementation."""
+    """What every attention shares: its scale, its options and the call of transformers' implementation."""
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
@@ -190,22 +113,36 @@ class ScoredAttention(nn.Module):
         if self.sinks is not None:
             init.normal_(self.sinks, mean=0.0, std=std)
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self, position_bias: torch.Tensor | None = None) -> dict[str, Any]:
         """What every implementation is told beside the tensors, the scale and the sinks.
 
-        It is called in each `forward` itself, by these names of the host: vLLM finds attention by reading that text.
+        Each `forward` calls the implementation itself, by transformers' names, as vLLM finds attention by reading the
+        source text of `forward`.
+
+        Args:
+            position_bias: `(1 or B, H, T, S)`, added to the scores. Where it is None it is left out, so that
+                implementations that know no bias are not asked about one.
         """
-        return {
+        options: dict[str, Any] = {
             "dropout": self.attention_dropout if self.training else 0.0,
             "sliding_window": self.sliding_window,
             "softcap": self.softcap,
             **self.score_dtype,
         }
+        return options if position_bias is None else {**options, "position_bias": position_bias}
+
+
+def plan_by_heads(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
+    """All projections are cut by heads; a norm with one weight for all heads is shared by the devices."""
+    plan = {**{f"{name}_proj": "colwise" for name in "qkv"}, "o_proj": "rowwise"}
+    norms = any(layer.qk_norm == "head" for layer in layers)
+    return plan | ({"q_norm": SHARED, "k_norm": SHARED} if norms else {})
 
 
 class Attention(ScoredAttention):
     """MHA (arXiv 1706.03762), GQA (2305.13245) and MQA (1911.02150): they differ in the number of key/value heads."""
+
+    facts = Facts(tensor_plan=plan_by_heads)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -217,26 +154,36 @@ class Attention(ScoredAttention):
         self.k_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
         self.v_proj = Linear(read_width, keys * self.head_dim, bias=layer.attention_bias)
         self.o_proj = Linear(queries * self.head_dim, width, bias=layer.attention_output_bias)
-        self.clip = chain(None if layer.clip_qkv is None else Clamp(layer.clip_qkv))
-        self.q_norm: Map = unchanged
-        self.k_norm: Map = unchanged
+        self.clip = in_sequence(None if layer.clip_qkv is None else Clamp(layer.clip_qkv))
+        self.q_norm: TensorFn = identity
+        self.k_norm: TensorFn = identity
         if layer.qk_norm != "none":
             shape = QK_NORM_SHAPES[layer.qk_norm]
             kind, bias = layer.qk_norm_type, layer.qk_norm_bias
             self.q_norm = norm(layer, *shape(queries, self.head_dim), kind=kind, bias=bias)
             self.k_norm = norm(layer, *shape(keys, self.head_dim), kind=kind, bias=bias)
         self.norms_projection = layer.qk_norm == "projection"
+        self.adjusts_projections = layer.clip_qkv is not None or layer.qk_norm != "none"
 
     @staticmethod
     def read_width(config: LlmArchConfig) -> int:
         """Width of what keys and values are made from."""
         return config.hidden_size
 
-    def heads(self, x: torch.Tensor, qk_norm: Map = unchanged) -> torch.Tensor:
-        """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, of which under tensor parallelism there are some."""
+    def heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The projections `(B, T, H * D)`, `(B, T, G * D)` twice, as heads `(B, H, T, D)`, `(B, G, T, D)` twice."""
+        if self.adjusts_projections:
+            return self.adjusted(q, self.q_norm), self.adjusted(k, self.k_norm), self.adjusted(v)
+        shape = (*q.shape[:-1], -1, self.head_dim)  # under tensor parallelism each device has some of the heads
+        return q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
+
+    def adjusted(self, x: torch.Tensor, qk_norm: TensorFn = identity) -> torch.Tensor:
+        """A projection `(B, T, H * D)` as heads `(B, H, T, D)`, clipped and normed as the config says."""
         x = self.clip(x)
         if self.norms_projection:
-            x, qk_norm = qk_norm(x), unchanged
+            x, qk_norm = qk_norm(x), identity
         return qk_norm(x.view(*x.shape[:-1], -1, self.head_dim)).transpose(1, 2)
 
     def forward(
@@ -244,22 +191,22 @@ class Attention(ScoredAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_bias: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
-        q = self.heads(self.q_proj(hidden_states), self.q_norm)  # (B, H, T, D)
-        k = self.heads(self.k_proj(hidden_states), self.k_norm)  # (B, G, T, D)
-        v = self.heads(self.v_proj(hidden_states))
+        q, k, v = self.heads(self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
         q, k = self.rotate(q, k, rotation)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        options = self.options(position_bias)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **options, **kwargs
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
@@ -267,6 +214,8 @@ class Attention(ScoredAttention):
 class CrossAttention(Attention):
     """A decoder's queries against the encoder's states, which carry their own positions; keys and values are computed
     once a text."""
+
+    facts = Facts(tensor_plan=plan_by_heads)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -283,23 +232,23 @@ class CrossAttention(Attention):
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`hidden_states (B, T, C)` read `encoder_hidden_states (B, S, C')`."""
         cache = past_key_values if cache is None else cache
-        q = self.heads(self.q_proj(hidden_states), self.q_norm)
+        q = self.adjusted(self.q_proj(hidden_states), self.q_norm)
         kept = cache.cross_attention_cache if isinstance(cache, EncoderDecoderCache) else None
         if kept is not None and cast(EncoderDecoderCache, cache).is_updated.get(self.layer_idx):
             known = cast(Any, kept.layers[self.layer_idx])
             k, v = known.keys, known.values
         else:
-            k = self.heads(self.k_proj(encoder_hidden_states), self.k_norm)
-            v = self.heads(self.v_proj(encoder_hidden_states))
+            k = self.adjusted(self.k_proj(encoder_hidden_states), self.k_norm)
+            v = self.adjusted(self.v_proj(encoder_hidden_states))
             if kept is not None:
                 k, v = kept.update(k, v, self.layer_idx)
                 cast(EncoderDecoderCache, cache).is_updated[self.layer_idx] = True
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options(), **kwargs
         )
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights

@@ -1,6 +1,9 @@
-"""One layer: attention and feed-forward as branches of the residual stream."""
+"""One layer: attention and feed-forward as branches of the residual stream.
 
-from typing import Any
+Shapes: `B` batch, `T` query, `S` source (what a decoder reads of an encoder), `C` width.
+"""
+
+from typing import Unpack, cast
 
 import torch
 from torch import nn
@@ -9,11 +12,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention import Attention, CrossAttention
 from .compat import CACHE
 from .configuration_llmarch import AttentionType, LlmArchConfig
-from .embeddings import Fp16Bound, Map, Scale, chain, dropout, unchanged
 from .experts import SPARSE_FEED_FORWARDS
-from .feedforward import FEED_FORWARDS
+from .feedforward import dense_feed_forward
 from .latent_attention import LatentAttention
-from .norms import NORM_SLOTS, NormSlots
+from .layer_inputs import AttentionInputs, CacheInputs
+from .norms import NORM_SLOTS, norm_slots
+from .routing import ROUTERS
 
 ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
     "mha": Attention,
@@ -24,58 +28,48 @@ ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
 
 
 def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
+    """The feed-forward of a layer, dense or of experts."""
     layer = config.layer(layer_idx)
     if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
-        return SPARSE_FEED_FORWARDS[layer.router_type](config, layer)
-    return FEED_FORWARDS[layer.ffn_type](layer)
+        return SPARSE_FEED_FORWARDS[ROUTERS[layer.router_type].pickers](config, layer)
+    return dense_feed_forward(layer)
 
 
 class Block(GradientCheckpointingLayer):
-    """Attention, then feed-forward; each branch f is out(x + post(f(pre(x))))."""
+    """Attention, then feed-forward, each a branch of the residual stream (see `norms.NormSlots`)."""
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
         layer = config.layer(layer_idx)
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
         self.mlp = feed_forward(config, layer_idx)
-        attn_slots, mlp_slots = self.norm_slots(layer)
+        attn_slots, mlp_slots = self.slots(layer)
         if layer_idx == 0 and not layer.first_attention_norm:
             attn_slots = attn_slots - {"pre"}
-        self.attn_norm, self.mlp_norm = NormSlots(layer, attn_slots), NormSlots(layer, mlp_slots)
-        self.residual = chain(
-            dropout(layer.hidden_dropout), Scale(layer.residual_scale) if layer.residual_scale != 1.0 else None
-        )
-        self.bound: Map = Fp16Bound() if layer.fp16_clamp == "branch" else unchanged
-        self.last_bound: Map = unchanged if layer.fp16_clamp == "none" else Fp16Bound()
+        self.attn_norm, self.mlp_norm = norm_slots(layer, attn_slots), norm_slots(layer, mlp_slots, ends_layer=True)
 
     @staticmethod
-    def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
+    def slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
         """The slots that hold a norm around attention and around the feed-forward."""
         return NORM_SLOTS[layer.norm_placement], NORM_SLOTS[layer.norm_placement]
 
-    def attend(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        norm = self.attn_norm
-        return self.residual(norm.post(self.read_self(norm.pre(x), position_bias, **kwargs)))
-
-    def read_self(self, x: torch.Tensor, position_bias: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        # Absent rather than None: attention implementations that know no bias are not asked about one.
-        biased = {} if position_bias is None else {"position_bias": position_bias}
-        return self.self_attn(x, **biased, **kwargs)[0]
-
-    def feed(self, x: torch.Tensor, real_tokens: torch.Tensor | None) -> torch.Tensor:
-        norm = self.mlp_norm
-        return self.residual(norm.post(self.mlp(norm.pre(x), real_tokens)))
-
+    # `x` and `position_bias` are passed by position, and in a `CrossBlock` the encoder's states: reentrant gradient
+    # checkpoints carry gradients to nothing else.
     def forward(
         self,
         x: torch.Tensor,
         position_bias: torch.Tensor | None = None,
         real_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Unpack[AttentionInputs],
     ) -> torch.Tensor:
-        """`(B, T, C)` -> `(B, T, C)`; `real_tokens (B, T)` tells experts what is padding, the rest is attention's."""
-        x = self.bound(self.attn_norm.out(x + self.attend(x, position_bias, **kwargs)))
-        return self.last_bound(self.mlp_norm.out(x + self.feed(x, real_tokens)))
+        """`(B, T, C)` -> `(B, T, C)`.
+
+        Args:
+            position_bias: `(1 or B, H, T, S)`, added to the scores of attention; None: nothing is.
+            real_tokens: `(B, T)`, True where a token is not padding; None: all are real. Experts read it.
+        """
+        x = self.attn_norm.join(x, self.self_attn(self.attn_norm.pre(x), position_bias=position_bias, **inputs)[0])
+        return self.mlp_norm.join(x, self.mlp(self.mlp_norm.pre(x), real_tokens))
 
 
 class ParallelBlock(Block):
@@ -86,16 +80,19 @@ class ParallelBlock(Block):
         x: torch.Tensor,
         position_bias: torch.Tensor | None = None,
         real_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Unpack[AttentionInputs],
     ) -> torch.Tensor:
-        return self.last_bound(x + self.attend(x, position_bias, **kwargs) + self.feed(x, real_tokens))
+        """As `Block.forward`."""
+        attended = self.self_attn(self.attn_norm.pre(x), position_bias=position_bias, **inputs)[0]
+        fed = self.mlp(self.mlp_norm.pre(x), real_tokens)
+        return self.mlp_norm.join(x + self.attn_norm.after(attended), fed)
 
 
 class SharedNormParallelBlock(Block):
     """Both branches read the same normed input (GPT-J)."""
 
     @staticmethod
-    def norm_slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
+    def slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
         return {"pre"}, set()
 
     def forward(
@@ -103,11 +100,12 @@ class SharedNormParallelBlock(Block):
         x: torch.Tensor,
         position_bias: torch.Tensor | None = None,
         real_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Unpack[AttentionInputs],
     ) -> torch.Tensor:
+        """As `Block.forward`."""
         normed = self.attn_norm.pre(x)
-        attended = self.read_self(normed, position_bias, **kwargs)
-        return self.last_bound(x + self.residual(attended) + self.residual(self.mlp(normed, real_tokens)))
+        attended, fed = self.self_attn(normed, position_bias=position_bias, **inputs)[0], self.mlp(normed, real_tokens)
+        return self.mlp_norm.join(x + self.attn_norm.after(attended), fed)
 
 
 class CrossBlock(Block):
@@ -117,11 +115,7 @@ class CrossBlock(Block):
         super().__init__(config, layer_idx)
         layer = config.layer(layer_idx)
         self.cross_attn = CrossAttention(config, layer_idx)
-        self.cross_norm = NormSlots(layer, NORM_SLOTS[layer.norm_placement])
-
-    def read(self, x: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-        out, _ = self.cross_attn(self.cross_norm.pre(x), source, attention_mask=mask, **kwargs)
-        return self.residual(self.cross_norm.post(out))
+        self.cross_norm = norm_slots(layer, NORM_SLOTS[layer.norm_placement])
 
     def forward(  # type: ignore[override]
         self,
@@ -130,13 +124,16 @@ class CrossBlock(Block):
         encoder_hidden_states: torch.Tensor,
         encoder_attention_mask: torch.Tensor | None = None,
         real_tokens: torch.Tensor | None = None,
-        **kwargs: Any,
+        **inputs: Unpack[AttentionInputs],
     ) -> torch.Tensor:
-        """`(B, T, C)` and the encoder's `(B, S, C')` -> `(B, T, C)`."""
-        x = self.bound(self.attn_norm.out(x + self.attend(x, position_bias, **kwargs)))
-        cache = {name: kwargs[name] for name in (CACHE,) if name in kwargs}
-        x = self.bound(self.cross_norm.out(x + self.read(x, encoder_hidden_states, encoder_attention_mask, **cache)))
-        return self.last_bound(self.mlp_norm.out(x + self.feed(x, real_tokens)))
+        """As `Block.forward`, reading the encoder's states `(B, S, C')`; its mask is `(B or 1, 1, T, S)`."""
+        x = self.attn_norm.join(x, self.self_attn(self.attn_norm.pre(x), position_bias=position_bias, **inputs)[0])
+        kept = cast(CacheInputs, {name: cache for name, cache in inputs.items() if name == CACHE})
+        read, _ = self.cross_attn(
+            self.cross_norm.pre(x), encoder_hidden_states, attention_mask=encoder_attention_mask, **kept
+        )
+        x = self.cross_norm.join(x, read)
+        return self.mlp_norm.join(x, self.mlp(self.mlp_norm.pre(x), real_tokens))
 
 
 # Keyed by the config's `parallel_block` and `parallel_norms`, and whether there is an encoder to read.

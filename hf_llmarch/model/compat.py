@@ -1,17 +1,14 @@
-"""What differs between the supported releases of transformers."""
+"""What differs between the supported releases of transformers and of PEFT."""
 
-# First, before any name that another release of the host may lack.
+# First, before any name that another release of transformers may lack.
 from .host import FOUND, installed, release  # isort: skip
 
 import inspect
-import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import (
@@ -27,77 +24,41 @@ from transformers.utils import is_tracing
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
-# What `prepare_inputs_for_generation` calls the cache; `forward` takes both names. PEFT reads it there, to put a prompt
-# or a prefix before the text once, and before 0.22 knows the former name alone: without one, at every token.
+# The name of the cache in what `prepare_inputs_for_generation` returns; `forward` takes both names. PEFT looks for the
+# cache there, to put a prompt or a prefix before the text in the first step only. Before 0.22 it knows only the former
+# name of the cache; not finding it, it would put the prompt before every token.
 PREPARED_CACHE = "past_key_values" if release(installed("peft") or "99") < (0, 22) else CACHE
 
 
 def prepared(inputs: dict[str, Any], first: bool = False) -> dict[str, Any]:
-    """The arguments of a step of generation, with the cache under the name that PEFT looks for.
+    """The arguments of one step of generation, with the cache under the name that PEFT looks for.
 
-    Where generation is to use none, a step that reads the whole text again must not get the cache that a prefix was in
-    at the `first`.
+    Generation without a cache (`use_cache=False`) reads the whole text at each step. If PEFT put a prefix before the
+    text, it came as a cache in the first step; the later ones must not get it once more.
+
+    Args:
+        inputs: what transformers' `prepare_inputs_for_generation` returns.
+        first: whether this is the first step.
     """
     again = not first and inputs.get("use_cache") is False
     kept = {name: value for name, value in inputs.items() if name != CACHE or not again}
     return {PREPARED_CACHE if name == CACHE else name: value for name, value in kept.items()}
 
 
-# Layer type -> the host's mask function, the table that `generate` uses for compiled caches.
+# Layer type -> transformers' mask function, from the table that `generate` uses for compiled caches.
 MASKS = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
-# The same for layers that see both sides.
+# The same for layers without a causal mask.
 BIDIRECTIONAL_MASKS = {
     "full_attention": create_bidirectional_mask,
     "sliding_attention": create_bidirectional_sliding_window_mask,
 }
 
-# Whether expert parallelism sends tokens to their experts; before, every device routed them all and ran its own.
+# Whether expert parallelism sends tokens to the devices of their experts. In older releases every device routes all
+# tokens, and runs its own experts on them.
 EP_DISPATCHES = FOUND >= (5, 19)
 
-# Experts implementation -> the host's function.
+# Experts implementation -> transformers' function.
 EXPERTS = ALL_EXPERTS_FUNCTIONS
-
-
-# Operators of inductor, private names of torch: `(x, weight, bias, "none", [], "")`, a product by oneDNN, and a weight
-# in oneDNN's layout for it, `(weight, rows)`.
-ONEDNN: Any = torch.ops.mkldnn if torch.backends.mkldnn.is_available() else None
-ONEDNN_LINEAR: Any = getattr(ONEDNN, "_linear_pointwise", None)
-ONEDNN_PACK: Any = getattr(ONEDNN, "_reorder_linear_weight", None)
-
-
-def _processor() -> str:
-    """The processor's maker and abilities among other facts, as Linux tells them."""
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor()
-
-
-PROCESSOR = _processor()
-# Whether fp32 products go to an MKL that does not use what the processor can do.
-MKL_IS_SLOW = torch.backends.mkl.is_available() and ("AuthenticAMD" in PROCESSOR or "HygonGenuine" in PROCESSOR)
-# Whether oneDNN multiplies bf16 in the tiles of Intel's AMX.
-AMX = ONEDNN is not None and "amx_bf16" in PROCESSOR
-
-
-def operators_are_watched() -> bool:
-    """Whether something stands between a module and torch's kernels that an operator of inductor's would escape:
-    autocast, a tracer, a mode (counting FLOPs, fake tensors), `torch.func`, forward-mode gradients."""
-    return (
-        torch.is_autocast_enabled("cpu")
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    )
-
-
-def free_memory() -> int:
-    """Bytes of main memory that nothing uses; 0 where the system does not say."""
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 0
 
 
 def packed_overlay(position_ids: torch.Tensor | None) -> Callable[..., Any] | None:

@@ -2,20 +2,21 @@
 
 Each field states one behaviour; nothing in the package asks for a model's name. Fields are grouped by topic in the
 mixins below, in the order in which a reader meets them in a model; `config.json` stays flat. What a value means is in
-the text below the field (`docs()` has them all); which combinations are refused is the table `RULES` and `NEEDS`.
+the text below the field (`docs()` has them all); which combinations are refused is in the table `CONSTRAINTS`, and
+in what a field declares of itself (`Switch`).
 
 Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
 """
 
-# First, before any name that another release of the host may lack.
+# This import comes first because it refuses releases of transformers that lack names imported below.
 from .host import FOUND  # isort: skip  # noqa: F401
 
 import ast
 import copy
 import difflib
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import Field, dataclass, field, fields
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, get_args
@@ -24,6 +25,8 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import logging
+
+from .declarations import Condition, Feature, Number, Switch, differs, equals
 
 logger = logging.get_logger(__name__)
 
@@ -46,9 +49,9 @@ ExpertsLayout = Literal["packed", "linear"]
 Fp16Clamp = Literal["none", "layer", "branch"]
 KeptInFp32 = Literal["ffn_output", "norms", "router"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
-Number = float | int  # a field annotated `float` alone would refuse the JSON number 1
 
-if TYPE_CHECKING:  # None until the config is built, or off the path that reads it: readers need not ask
+# These are None until the config is built, or where nothing reads them: to those who read them they are never None.
+if TYPE_CHECKING:
     FilledInt: TypeAlias = int
     FilledBool: TypeAlias = bool
     FilledList: TypeAlias = list[str]
@@ -56,40 +59,86 @@ else:
     FilledInt, FilledBool, FilledList = int | None, bool | None, list[str] | None
 
 
-def switch(default: Any) -> Any:
-    """A config field. The string below it says what it does: editors show it, and `LlmArchConfig.docs()` reads it."""
-    return field(default=default, metadata={"switch": True})
+def switch(default: Any, **declared: Any) -> Any:
+    """A config field with what it declares of itself, the attributes of `Switch`.
+
+    The string below the field says what it does: editors show it, and `LlmArchConfig.docs()` reads it.
+    """
+    return field(default=default, metadata={"switch": Switch(default, **declared)})
+
+
+LATENT = Condition("attention_type='mla'", lambda c: c.attention_kind == "mla")
+WHOLE_KEYS = Condition("an attention_type other than 'mla'", lambda c: c.attention_kind != "mla")
+QK_NORM = Condition("a qk_norm", lambda c: c.qk_norm != "none")
+DENSE_HEAD = Condition("lm_head_transform or classifier_dense", lambda c: c.lm_head_transform or c.classifier_dense)
+ROPE = equals("position_encoding", "rope")
+SINUSOIDAL = equals("position_encoding", "sinusoidal")
+TABLED = equals("position_encoding", "learned", "sinusoidal")
+ALIBI = equals("position_encoding", "alibi")
+RELATIVE = equals("position_encoding", "relative_bias")
+TWO_STACKS = equals("topology", "encoder-decoder")
+CLASSIFIER_DENSE = equals("classifier_dense", True)
+EXPERTS = Condition("num_experts", lambda c: c.num_experts is not None)
+
+# A field that no layer may override, and a field that only experts read.
+model_switch = partial(switch, per_layer=False)
+expert_switch = partial(switch, needs=EXPERTS)
+
+# The classes with a head.
+VOCABULARY = ("LlmArchForCausalLM", "LlmArchForConditionalGeneration", "LlmArchForMaskedLM")
+CLASSIFIER = "LlmArchForSequenceClassification"
+TAGGER = "LlmArchForTokenClassification"
+ANSWERER = "LlmArchForQuestionAnswering"
+
+
+def topology_asks(config: "LlmArchConfig") -> Feature | None:
+    return {"encoder": Feature.BOTH_SIDES, "encoder-decoder": Feature.TWO_STACKS}.get(config.topology)
+
+
+def qk_norm_asks(config: "LlmArchConfig") -> Feature | None:
+    return Feature.ALL_HEADS if config.qk_norm in ("heads", "projection") else None
+
+
+def rope_asks(config: "LlmArchConfig") -> Feature | None:
+    """Frequencies that follow the longest text of a batch, whose cached keys were turned by the frequencies before."""
+    follows = any(p["rope_type"] in ("dynamic", "longrope") for p in config.rope_by_layer_type.values())
+    return Feature.WHOLE_ROWS if follows else None
+
+
+def logit_scale_asks(config: "LlmArchConfig") -> Feature | None:
+    both = config.logit_scale != 1.0 and config.final_logit_softcapping is not None
+    return Feature.SCALE_BEFORE_CAP if both else None
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SizeSwitches:
-    vocab_size: int = switch(32000)
+    vocab_size: int = model_switch(32000, above=0)
     """Rows of the token embedding and of the output head."""
 
-    hidden_size: int = switch(512)
+    hidden_size: int = model_switch(512, above=0)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = switch(8)
+    num_hidden_layers: int = model_switch(8, above=0)
     """Number of blocks."""
 
-    intermediate_size: FilledInt = switch(None)
+    intermediate_size: FilledInt = switch(None, above=0, follows=("hidden_size", "ffn_type"))
     """Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to
     `ffn_multiple_of` for `glu`, so that both have about the same number of parameters.
     """
 
-    max_position_embeddings: int = switch(2048)
+    max_position_embeddings: int = model_switch(2048, above=0)
     """Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."""
 
-    topology: Topology = switch("decoder")
+    topology: Topology = model_switch("decoder", asks=topology_asks)
     """Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."""
 
-    source_stack: dict[str, Any] | None = switch(None)
-    """What the encoder of an encoder-decoder has otherwise than the decoder, field by field."""
+    source_stack: dict[str, Any] | None = model_switch(None, needs=TWO_STACKS)
+    """Fields in which the encoder of an encoder-decoder differs from the decoder, with their values."""
 
-    share_source_embeddings: bool = switch(True)
+    share_source_embeddings: bool = model_switch(True, needs=TWO_STACKS)
     """Encoder and decoder of an encoder-decoder read one embedding."""
 
-    layer_groups: int | None = switch(None)
+    layer_groups: int | None = model_switch(None, above=0)
     """Encoder: that many blocks, each run num_hidden_layers / layer_groups times in a row (ALBERT)."""
 
 
@@ -100,34 +149,36 @@ class AttentionSwitches:
     arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.
     """
 
-    num_attention_heads: int = switch(8)
+    num_attention_heads: int = switch(
+        8, per_layer=equals("position_encoding", "none", "sinusoidal", "learned", "rope"), above=0
+    )
     """Number of query heads."""
 
-    num_key_value_heads: FilledInt = switch(None)
-    """Number of key and value heads. None: one a query head (1 for `mqa`)."""
+    num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",))
+    """Number of key and value heads. None: as many as query heads (1 for `mqa`)."""
 
-    head_dim: FilledInt = switch(None)
+    head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"))
     """Width of a head. None: hidden_size / num_attention_heads."""
 
-    v_head_dim: FilledInt = switch(None)
+    v_head_dim: FilledInt = switch(None, above=0)
     """MLA: width of a value head."""
 
-    q_lora_rank: int | None = switch(None)
+    q_lora_rank: int | None = switch(None, needs=LATENT, above=0)
     """MLA: rank of the query compression. None: queries are not compressed."""
 
-    kv_lora_rank: FilledInt = switch(None)
+    kv_lora_rank: FilledInt = switch(None, above=0)
     """MLA: rank of the joint key and value compression, the cached latent."""
 
-    qk_nope_head_dim: FilledInt = switch(None)
+    qk_nope_head_dim: FilledInt = switch(None, above=0)
     """MLA: part of a query/key head that carries no position."""
 
-    qk_rope_head_dim: FilledInt = switch(None)
+    qk_rope_head_dim: FilledInt = switch(None, above=0)
     """MLA: part of a query/key head that is rotated; its key is shared."""
 
-    mla_cache: Literal["latent", "expanded"] = switch("latent")
+    mla_cache: Literal["latent", "expanded"] = model_switch("latent", needs=LATENT, inert=True)
     """MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."""
 
-    latent_norm_eps: Number | None = switch(None)
+    latent_norm_eps: Number | None = switch(None, needs=LATENT, least=0)
     """MLA: eps of the norms on the latents. None: as `norm_eps`."""
 
     attention_bias: bool = switch(False)
@@ -136,30 +187,30 @@ class AttentionSwitches:
     attention_output_bias: bool = switch(False)
     """Bias on the output projection."""
 
-    qk_norm: QKNorm = switch("none")
+    qk_norm: QKNorm = switch("none", asks=qk_norm_asks)
     """Norm of queries and keys before the rotation: `head` over a head with one weight for all heads (Qwen3), `heads`
     over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).
     """
 
-    qk_norm_type: NormType | None = switch(None)
+    qk_norm_type: NormType | None = switch(None, needs=QK_NORM)
     """Norm used by `qk_norm`. None: as `norm_type`."""
 
-    qk_norm_bias: bool | None = switch(None)
+    qk_norm_bias: bool | None = switch(None, needs=QK_NORM)
     """A bias on the norms of `qk_norm`. None: as `norm_bias`."""
 
-    attention_scale: Number | None = switch(None)
+    attention_scale: Number | None = switch(None, above=0)
     """Factor on q.k. None: 1/sqrt(query/key head width), times YaRN's mscale squared for `mla`."""
 
     attention_scale_by_layer: bool = switch(False)
     """Divide the attention scale by the 1-based layer number (GPT-2's scale_attn_by_inverse_layer_idx)."""
 
-    attn_logit_softcapping: Number | None = switch(None)
+    attn_logit_softcapping: Number | None = switch(None, above=0, asks=Feature.SOFT_CAP)
     """Bound c on attention scores, c * tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118)."""
 
-    attention_sinks: bool = switch(False)
+    attention_sinks: bool = switch(False, asks=Feature.SINKS)
     """A learned logit per head that joins the softmax and is then dropped (gpt-oss), so weights sum to < 1."""
 
-    clip_qkv: Number | None = switch(None)
+    clip_qkv: Number | None = switch(None, needs=WHOLE_KEYS, above=0)
     """Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo)."""
 
     scores_in_fp32: bool = switch(False)
@@ -167,76 +218,80 @@ class AttentionSwitches:
     fused ones add up in fp32 anyway.
     """
 
-    attention_dropout: Number = switch(0.0)
+    attention_dropout: Number = switch(0.0, least=0, most=1)
     """Dropout on attention weights, in training."""
 
-    sliding_window: int | None = switch(None)
+    sliding_window: int | None = model_switch(None, least=0, asks=Feature.WINDOWS)
     """Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i; in an encoder, keys on either
     side: i-w .. i+w.
     """
 
-    attention_chunk_size: int | None = switch(None)
+    attention_chunk_size: int | None = model_switch(None, above=0, asks=Feature.CHUNKS)
     """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
 
-    layer_types: FilledList = switch(None)
-    """One of `full_attention`, `sliding_attention`, `chunked_attention` a layer. None: sliding when `sliding_window` is
-    set, chunked when `attention_chunk_size` is, else full.
+    layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",))
+    """One of `full_attention`, `sliding_attention`, `chunked_attention` for each layer. None: sliding when
+    `sliding_window` is set, chunked when `attention_chunk_size` is, else full.
     """
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class PositionSwitches:
-    position_encoding: PositionEncoding = switch("rope")
+    position_encoding: PositionEncoding = model_switch("rope")
     """How order enters: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope` (arXiv
     2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683) are
     added to the scores.
     """
 
-    rope_parameters: dict[str, Any] | None = switch(None)
+    rope_parameters: dict[str, Any] | None = model_switch(None, asks=rope_asks)
     """RoPE: `rope_theta`, `partial_rotary_factor`, and `rope_type` (default, linear, ntk, dynamic, yarn, llama3,
     longrope) with its own keys; or one such dict a layer type, for local and global bases.
     """
 
-    rope_interleaved: bool = switch(False)
+    rope_interleaved: bool = model_switch(False, needs=ROPE)
     """Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."""
 
-    nope_layers: list[int] | None = switch(None)
+    nope_layers: list[int] | None = model_switch(
+        None, needs=differs("position_encoding", "none", "sinusoidal", "learned")
+    )
     """Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."""
 
-    sinusoidal_layout: SinusoidalLayout = switch("interleaved")
+    sinusoidal_layout: SinusoidalLayout = model_switch("interleaved", needs=SINUSOIDAL)
     """Sine and cosine alternate as in the paper, or fill one half each as in Marian."""
 
-    sinusoidal_endpoint: bool = switch(False)
+    sinusoidal_endpoint: bool = model_switch(False, needs=SINUSOIDAL)
     """Frequencies end at 1/10000, as in tensor2tensor and M2M-100; in the paper and Marian they stop a step before."""
 
-    position_offset: int = switch(0)
+    position_offset: int = model_switch(0, needs=TABLED, least=0)
     """Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."""
 
-    positions_skip_padding: bool = switch(False)
+    positions_skip_padding: bool = model_switch(False, needs=TABLED)
     """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
 
-    positions_follow_mask: bool = switch(False)
+    positions_follow_mask: bool = model_switch(
+        False, needs=equals("position_encoding", "learned", "sinusoidal", "alibi")
+    )
     """Positions that are not given count the tokens that `attention_mask` keeps: a learned or sinusoidal table's, where
     a masked token has -1 (OPT), or ALiBi's distances (BLOOM). Else they count every token.
     """
 
-    alibi_bias_max: int = switch(8)
+    alibi_bias_max: int = model_switch(8, needs=ALIBI, above=0)
     """ALiBi: exponent of the smallest slope, 2^-alibi_bias_max."""
 
-    alibi_scaled: bool = switch(False)
+    alibi_scaled: bool = model_switch(False, needs=ALIBI)
     """ALiBi: the bias is multiplied by the attention scale as well (Falcon)."""
 
-    alibi_in_bf16: bool = switch(False)
+    alibi_in_bf16: bool = model_switch(False, needs=ALIBI)
     """ALiBi: slope times the key's place among the real tokens, rounded to bf16 in any dtype (Falcon)."""
 
-    relative_attention_num_buckets: int = switch(32)
+    relative_attention_num_buckets: int = model_switch(32, needs=RELATIVE, above=0)
     """T5 bias: number of distance buckets."""
 
-    relative_attention_max_distance: int = switch(128)
-    """T5 bias: distance from which on all share the last bucket."""
+    relative_attention_max_distance: int = model_switch(128, needs=RELATIVE)
+    """T5 bias: distances from this one on share the last bucket."""
 
-    relative_attention_shared: bool = switch(True)
-    """T5 bias: one table for all layers; else one a layer (umT5)."""
+    relative_attention_shared: bool = model_switch(True, needs=RELATIVE)
+    """T5 bias: one table for all layers; else each layer has its own (umT5)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
@@ -250,7 +305,7 @@ class FeedForwardSwitches:
     swish_beta: float | int | Literal["learned"] | None = switch(None)
     """Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."""
 
-    glu_limit: Number | None = switch(None)
+    glu_limit: Number | None = switch(None, above=0)
     """Bounds inside a GLU: gate at most this, the other half within +- this (gpt-oss)."""
 
     glu_up_offset: Number = switch(0.0)
@@ -259,100 +314,104 @@ class FeedForwardSwitches:
     ffn_bias: bool = switch(False)
     """Biases in the feed-forward, experts included."""
 
-    ffn_multiple_of: int = switch(256)
+    ffn_multiple_of: int = switch(256, above=0)
     """Rounding of the derived `intermediate_size` of `glu`."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
-    num_experts: int | None = switch(None)
+    num_experts: int | None = model_switch(None, above=0)
     """Experts of a sparse layer. None: every feed-forward is dense."""
 
-    num_experts_per_tok: int = switch(2)
+    num_experts_per_tok: int = expert_switch(2)
     """Experts a token is sent to (expert choice: on average)."""
 
-    moe_intermediate_size: int | None = switch(None)
+    moe_intermediate_size: int | None = expert_switch(None, above=0)
     """Inner width of one expert. None: `intermediate_size`."""
 
-    num_shared_experts: int = switch(0)
-    """Experts that every token passes, as one of that many times the width."""
+    num_shared_experts: int = expert_switch(0, least=0)
+    """Number of experts that every token passes; they form one feed-forward of that many times the width."""
 
-    shared_expert_intermediate_size: int | None = switch(None)
-    """Inner width of what every token passes. None: num_shared_experts x moe_intermediate_size."""
+    shared_expert_intermediate_size: int | None = expert_switch(None, least=0)
+    """Inner width of the shared experts together. None: num_shared_experts x moe_intermediate_size."""
 
-    shared_expert_gate: bool = switch(False)
+    shared_expert_gate: bool = expert_switch(False)
     """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
 
-    mlp_layer_types: list[str] | None = switch(None)
-    """`dense` or `sparse` a layer. None: all sparse if there are experts."""
+    mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",))
+    """`dense` or `sparse` for each layer. None: all sparse if there are experts."""
 
-    router_type: RouterType = switch("top_k")
+    router_type: RouterType = expert_switch("top_k")
     """`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); `expert_choice`:
     experts pick tokens of a row (arXiv 2202.09368; sees the future, so not for generation).
     """
 
-    router_score: RouterScore = switch("softmax")
+    router_score: RouterScore = expert_switch("softmax")
     """How router logits become scores. Softmax over the picked logits alone is `softmax` with `norm_topk_prob`."""
 
-    router_bias: bool = switch(False)
+    router_bias: bool = expert_switch(False)
     """A bias on the router's logits (gpt-oss)."""
 
-    router_in_fp32: bool = switch(True)
+    router_in_fp32: bool = expert_switch(True)
     """Compute router logits in fp32 whatever the model's dtype."""
 
-    norm_topk_prob: bool = switch(True)
+    norm_topk_prob: bool = expert_switch(True)
     """Renormalise the picked experts' weights to sum to one."""
 
-    routed_scaling_factor: Number = switch(1.0)
+    routed_scaling_factor: Number = expert_switch(1.0)
     """Factor on the routed experts' weights."""
 
-    n_group: int | None = switch(None)
+    n_group: int | None = expert_switch(None, above=0)
     """Groups of experts for group-limited routing (DeepSeek). None: no groups."""
 
-    topk_group: int | None = switch(None)
+    topk_group: int | None = expert_switch(None, above=0)
     """Groups that a token's experts may come from."""
 
-    router_group_score: RouterGroupScore = switch("max")
+    router_group_score: RouterGroupScore = expert_switch("max")
     """A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."""
 
-    router_selection_bias: bool = switch(False)
-    """A bias an expert that picks are made by but not weighed by, saved with the model (DeepSeek-V3)."""
+    router_selection_bias: bool = expert_switch(False)
+    """Per-expert bias used to select experts, not to weight them; it is saved with the model (DeepSeek-V3)."""
 
-    router_bias_update_rate: Number = switch(0.0)
-    """Step of that bias after each optimiser step: balance without an auxiliary loss (arXiv 2408.15664)."""
+    router_bias_update_rate: Number = expert_switch(0.0, least=0, inert=True)
+    """Step by which `router_selection_bias` moves after each optimiser step: balance without an auxiliary loss (arXiv
+    2408.15664).
+    """
 
-    router_aux_loss_coef: Number = switch(0.0)
+    router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
     """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
 
-    router_aux_loss_scope: RouterLossScope = switch("sequence")
+    router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True)
     """Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is
     split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).
     """
 
-    router_z_loss_coef: Number = switch(0.0)
+    router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
     """Weight of the router z-loss in training (arXiv 2202.08906)."""
 
-    router_jitter_noise: Number = switch(0.0)
+    router_jitter_noise: Number = expert_switch(0.0, least=0)
     """Relative noise on the router's input, in training. `sparsemixer`: half its relative distance, always."""
 
-    capacity_factor: Number | None = switch(None)
+    capacity_factor: Number | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
     """An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a forward
-    pass. So later tokens count for earlier ones: for training, not for cached decoding. None: all.
+    pass. What becomes of a token depends on others, so this is for training, not for cached decoding. None: all.
     """
 
-    expert_capacity: int | None = switch(None)
-    """An expert takes so many tokens of each row, however long it is (Switch). None: see `capacity_factor`."""
+    expert_capacity: int | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
+    """The most tokens of a row that an expert takes, however long the row is (Switch). None: see `capacity_factor`."""
 
-    overflow: Overflow = switch("drop")
-    """A token whose expert is full: only the residual passes, or the best expert that has room."""
+    overflow: Overflow = expert_switch("drop")
+    """What becomes of a token whose expert is full: `drop` leaves it the residual alone, `next_best` sends it to the
+    best expert that has room.
+    """
 
-    experts_layout: ExpertsLayout = switch("packed")
-    """One 3-D weight for all experts, for speed; or plain Linears, for PEFT and quantisers."""
+    experts_layout: ExpertsLayout = expert_switch("packed", inert=True)
+    """`packed`: one 3-D weight for all experts, for speed; `linear`: a plain Linear each, for PEFT and quantisers."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class NormSwitches:
-    norm_type: NormType = switch("rmsnorm")
+    norm_type: NormType = model_switch("rmsnorm")
     """Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467)."""
 
     norm_placement: NormPlacement = switch("pre")
@@ -360,25 +419,25 @@ class NormSwitches:
     `branch` x+n(f(x)) (OLMo 2).
     """
 
-    norm_eps: Number = switch(1e-6)
+    norm_eps: Number = model_switch(1e-6, least=0)
     """Added to the variance or mean square, in every norm of the model."""
 
-    norm_bias: FilledBool = switch(None)
+    norm_bias: FilledBool = model_switch(None, follows=("norm_type",))
     """A bias on norms. None: yes for layernorm, no for rmsnorm."""
 
-    norm_offset: Number = switch(0.0)
+    norm_offset: Number = model_switch(0.0)
     """The gain is offset + weight: 1.0 where a checkpoint stores gain - 1 (Gemma)."""
 
-    norm_weight_in_fp32: bool = switch(False)
+    norm_weight_in_fp32: bool = model_switch(False)
     """Apply the gain before the result is cast back to the input's dtype (Gemma, OLMo 2), not after (LLaMA)."""
 
-    final_norm: bool = switch(True)
+    final_norm: bool = model_switch(True)
     """A norm after the last block."""
 
-    embedding_norm: bool = switch(False)
+    embedding_norm: bool = model_switch(False, asks=Feature.BEFORE_LAYERS)
     """A norm after the embedding (BLOOM)."""
 
-    first_attention_norm: bool = switch(True)
+    first_attention_norm: bool = model_switch(True, needs=equals("norm_placement", "pre", "sandwich"))
     """The norm before the first layer's attention; ModernBERT has none, the embedding's norm being just before."""
 
 
@@ -387,7 +446,7 @@ class BlockSwitches:
     parallel_block: bool = switch(False)
     """Attention and feed-forward read the same input and are added together (GPT-J)."""
 
-    parallel_norms: Literal[1, 2] = switch(1)
+    parallel_norms: Literal[1, 2] = switch(1, needs=equals("parallel_block", True))
     """A parallel block's norms: one shared (GPT-J), or one a branch (GPT-NeoX)."""
 
     residual_scale: Number = switch(1.0)
@@ -398,113 +457,115 @@ class BlockSwitches:
     each `branch` (T5).
     """
 
-    keep_in_fp32: list[KeptInFp32] | None = switch(None)
+    keep_in_fp32: list[KeptInFp32] | None = model_switch(None)
     """Weights that `from_pretrained` leaves in fp32: `ffn_output` when loading in fp16, the last projection of dense
     feed-forwards, and with it the residual stream (T5); `norms` when loading in fp16 (gpt-oss); `router` when loading
     in fp16 or bf16 (DeepSeek).
     """
 
-    hidden_dropout: Number = switch(0.0)
+    hidden_dropout: Number = switch(0.0, least=0, most=1)
     """Dropout on each branch's output, in training."""
 
-    ffn_dropout: Number = switch(0.0)
+    ffn_dropout: Number = switch(0.0, least=0, most=1)
     """Dropout inside dense feed-forwards, before the last projection, in training."""
 
-    embedding_dropout: Number = switch(0.0)
+    embedding_dropout: Number = model_switch(0.0, least=0, most=1, asks=Feature.BEFORE_LAYERS)
     """Dropout on the embedding, in training."""
 
-    final_dropout: Number = switch(0.0)
+    final_dropout: Number = model_switch(0.0, least=0, most=1, asks=Feature.AFTER_LAYERS)
     """Dropout after the final norm, in training (T5)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class EndSwitches:
-    embedding_scale: Number = switch(1.0)
+    embedding_scale: Number = model_switch(1.0)
     """Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."""
 
-    embedding_size: int | None = switch(None)
+    embedding_size: int | None = model_switch(None, above=0, asks=Feature.BEFORE_LAYERS)
     """Width of a factorised embedding, brought to hidden_size by a projection (ALBERT). None: hidden_size."""
 
-    type_vocab_size: int = switch(0)
+    type_vocab_size: int = model_switch(0, least=0, asks=Feature.BEFORE_LAYERS)
     """Rows of a token-type (segment) embedding; 0: none."""
 
-    tie_word_embeddings: bool = switch(False)
+    tie_word_embeddings: bool = model_switch(False)
     """The output head is the embedding's transpose (arXiv 1608.05859)."""
 
-    lm_head_bias: bool = switch(False)
+    lm_head_bias: bool = model_switch(False, read_by=VOCABULARY)
     """Bias on the output head."""
 
-    lm_head_transform: bool = switch(False)
+    lm_head_transform: bool = model_switch(False, asks=Feature.HEAD_TRANSFORM, read_by=VOCABULARY)
     """Dense, activation and norm before the output head (BERT)."""
 
-    head_act: str | None = switch(None)
-    """Activation of that transform. None: `hidden_act`."""
+    head_act: str | None = model_switch(None, needs=equals("lm_head_transform", True), read_by=VOCABULARY)
+    """Activation of `lm_head_transform`. None: `hidden_act`."""
 
-    head_bias: bool = switch(True)
-    """Biases of those two dense layers."""
+    head_bias: bool = model_switch(True, needs=DENSE_HEAD, read_by=(*VOCABULARY, CLASSIFIER, TAGGER, ANSWERER))
+    """Biases of the dense layers that `lm_head_transform` and `classifier_dense` add."""
 
-    pooler: bool = switch(False)
+    pooler: bool = model_switch(False, needs=equals("topology", "encoder"))
     """Encoder: a dense layer with tanh on the first token (BERT)."""
 
-    classifier_pooling: ClassifierPooling = switch("last")
+    classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,))
     """What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, the
     text's last end token (BART).
     """
 
-    classifier_dense: bool = switch(False)
+    classifier_dense: bool = model_switch(False, read_by=(CLASSIFIER,))
     """A dense layer with `classifier_act` before the classifier (RoBERTa)."""
 
-    token_head_dense: bool = switch(False)
-    """That dense layer, activation and norm before the heads that read every token as well (ModernBERT)."""
+    token_head_dense: bool = model_switch(False, needs=CLASSIFIER_DENSE, read_by=(TAGGER, ANSWERER))
+    """The dense layer of `classifier_dense`, with its activation and norm, also stands before the heads that read every
+    token (ModernBERT).
+    """
 
-    classifier_act: str = switch("tanh")
+    classifier_act: str = model_switch("tanh", needs=CLASSIFIER_DENSE, read_by=(CLASSIFIER, TAGGER, ANSWERER))
     """Activation of the classifier's dense layer."""
 
-    classifier_norm: bool = switch(False)
-    """A norm after it (ModernBERT)."""
+    classifier_norm: bool = model_switch(False, needs=CLASSIFIER_DENSE, read_by=(CLASSIFIER, TAGGER, ANSWERER))
+    """A norm after the dense layer of `classifier_dense` (ModernBERT)."""
 
-    classifier_bias: bool = switch(False)
+    classifier_bias: bool = model_switch(False, read_by=(CLASSIFIER, TAGGER))
     """Bias of the classifiers' last layer (question answering always has one)."""
 
-    classifier_dropout: Number = switch(0.0)
+    classifier_dropout: Number = model_switch(0.0, least=0, most=1, inert=True)
     """Dropout before the task heads' last layer, in training."""
 
-    classifier_input_dropout: bool = switch(False)
-    """The same before the classifier's dense layer (RoBERTa, BART)."""
+    classifier_input_dropout: bool = model_switch(False, needs=CLASSIFIER_DENSE, inert=True)
+    """`classifier_dropout` also acts before the dense layer of `classifier_dense` (RoBERTa, BART)."""
 
-    logit_scale: Number = switch(1.0)
+    logit_scale: Number = model_switch(1.0, asks=logit_scale_asks, read_by=VOCABULARY)
     """Factor on the logits (Command R)."""
 
-    final_logit_softcapping: Number | None = switch(None)
+    final_logit_softcapping: Number | None = model_switch(None, above=0, read_by=VOCABULARY)
     """Bound c on the logits, c * tanh(logit / c) (Gemma 2)."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class TrainingSwitches:
-    initializer_range: Number = switch(0.02)
+    initializer_range: Number = model_switch(0.02, least=0)
     """Standard deviation of fresh weights."""
 
-    use_cache: bool = switch(True)
+    use_cache: bool = model_switch(True, inert=True)
     """Return a cache from `forward` unless told otherwise."""
 
-    pad_token_id: int | None = switch(None)
+    pad_token_id: int | None = model_switch(None)
     """Padding token."""
 
-    bos_token_id: int | None = switch(None)
+    bos_token_id: int | None = model_switch(None)
     """First token."""
 
-    eos_token_id: int | list[int] | None = switch(None)
+    eos_token_id: int | list[int] | None = model_switch(None)
     """Token, or tokens, that end a text."""
 
-    decoder_start_token_id: int | None = switch(None)
+    decoder_start_token_id: int | None = model_switch(None)
     """Encoder-decoder: the decoder's first token."""
 
-    wrap_decoder_start: bool = switch(False)
+    wrap_decoder_start: bool = model_switch(False, needs=TWO_STACKS)
     """Encoder-decoder: in training the decoder begins with each text's own last label, not with decoder_start_token_id
     (mBART, where that is the language).
     """
 
-    converted_from: dict[str, Any] | None = switch(None)
+    converted_from: dict[str, Any] | None = model_switch(None, inert=True)
     """Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that
     what its authors wrote can be given back word for word.
     """
@@ -529,7 +590,7 @@ class LlmArchConfig(
     Raises:
         ValueError: for an unknown keyword that is close to a field's name; for RoPE bases that disagree.
         huggingface_hub.errors.StrictDataclassClassValidationError: for a combination that cannot be, naming the fields
-            (`RULES`, `NEEDS`); its cause is the ValueError.
+            (`CONSTRAINTS`, and what a field needs); its cause is the ValueError.
         huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type or off the list.
     """
 
@@ -546,7 +607,7 @@ class LlmArchConfig(
                     f"hidden_size={self.hidden_size}, num_attention_heads={self.num_attention_heads}: the heads do not "
                     "divide the width; give head_dim."
                 )
-            # Under MLA the host reads it for the rotated width alone.
+            # Under MLA transformers reads head_dim for the rotated width alone.
             self.head_dim = self.qk_rope_head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         if self.intermediate_size is None:
             self.intermediate_size = derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
@@ -568,7 +629,7 @@ class LlmArchConfig(
             # TRL tells by this attribute whether there are experts to balance, and sets it.
             self.output_router_logits = bool(asked)
         kwargs.pop("qk_head_dim", None)
-        # The host sizes a static cache from head_dim unless this is set; a latent cache has another shape.
+        # Transformers sizes a static cache by head_dim unless qk_head_dim is set; a latent cache has another shape.
         self.qk_head_dim = (
             (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0) if self.attention_kind == "mla" else None
         )
@@ -606,7 +667,7 @@ class LlmArchConfig(
         for name in overrides:
             if name not in values or name in ENCODER:
                 raise ValueError(f"source_stack sets {name!r}, which an encoder does not have for itself.")
-        values |= {follower: None for name in overrides for follower in FOLLOWERS.get(name, ())}
+        values |= dict.fromkeys(followers(overrides))
         config = LlmArchConfig(**copy.deepcopy({**values, **ENCODER, **overrides}))
         config._attn_implementation_internal = self._attn_implementation_internal
         config._experts_implementation_internal = self._experts_implementation_internal
@@ -615,10 +676,10 @@ class LlmArchConfig(
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
-        """As the host's, also for `from_pretrained(folder, switch=value)`: switches given beside a saved config are
-        checked together with it, not set afterwards.
+        """As in transformers, also for `from_pretrained(folder, switch=value)`: switches given beside a saved config
+        are checked together with it, not set afterwards.
 
-        What was derived from an old value is derived anew: `FOLLOWERS` says what from which, and `layer_types` from a
+        What was derived from an old value is derived anew: a field's `follows` says from what, and `layer_types` from a
         `sliding_window` or `attention_chunk_size` that comes or goes. Of a dict, what is not given is kept:
         `source_stack` entry by entry; of `rope_parameters` (or `rope_scaling`) the base and the rotated part, and the
         keys of the scaling unless another `rope_type` is given. Parameters may be given by layer type over either form.
@@ -640,9 +701,7 @@ class LlmArchConfig(
             logger.warning(
                 f"topology changed from {saved!r} to {changed['topology']!r}: {TOPOLOGY_CHANGES[changed['topology']]}"
             )
-        stale = {
-            f for name, value in changed.items() if config_dict.get(name) != value for f in FOLLOWERS.get(name, ())
-        }
+        stale = followers(name for name, value in changed.items() if config_dict.get(name) != value)
         for width in ("sliding_window", "attention_chunk_size"):
             if width in changed and (changed[width] is None) != (config_dict.get(width) is None):
                 stale.add("layer_types")
@@ -650,7 +709,7 @@ class LlmArchConfig(
         return super().from_dict({**kept, **changed}, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the host's, without the plan that a model has set: it follows from the switches."""
+        """As in transformers, without the plan that a model has set: it follows from the switches."""
         values = super().to_dict()
         values.pop("base_model_ep_plan", None)
         return values
@@ -672,7 +731,7 @@ class LlmArchConfig(
         """The RoPE base, where readers of older configs look for it; the first of them when layer types differ.
 
         Raises:
-            AttributeError: without RoPE, so that the host's `getattr(config, "rope_theta", default)` works.
+            AttributeError: without RoPE, so that transformers' `getattr(config, "rope_theta", default)` works.
         """
         for parameters in self.rope_by_layer_type.values():
             if "rope_theta" in parameters:
@@ -724,7 +783,7 @@ class LlmArchConfig(
         theta, known = old.get("rope_theta"), (self.rope_parameters or old.get("rope_scaling") or {}).get("rope_theta")
         if theta is not None and known is not None and theta != known:
             raise ValueError(f"rope_theta={theta} disagrees with rope_parameters['rope_theta']={known}: keep one.")
-        # A copy: the host fills defaults in place, and the caller's dict is not ours to change.
+        # Transformers fills in defaults in place, and the caller's dict is not ours to change: this is a copy.
         if self.rope_parameters is not None:
             self.rope_parameters = _copy_nested(self.rope_parameters)
         kwargs = {name: value for name, value in kwargs.items() if name not in ROPE_SPELLINGS or value is not None}
@@ -734,14 +793,14 @@ class LlmArchConfig(
         by_type = {kind: (self.rope_parameters or {}).get(kind) for kind in get_args(LayerType)}
         by_type = {kind: parameters for kind, parameters in by_type.items() if parameters is not None}
         if by_type:
-            # Before 5.20 the host adds a base beside the layer types, and then takes the whole for flat parameters.
+            # Before 5.20 transformers adds a base beside the layer types, and then takes the whole for flat parameters.
             base = cast(dict[str, Any], self.rope_parameters).get("rope_theta", self.default_theta)
             for parameters in by_type.values():
                 cast(dict[str, Any], parameters).setdefault("rope_theta", base)
             self.rope_parameters = by_type
             self.standardize_rope_params()
         for parameters in [self.rope_parameters or {}, *self.rope_by_layer_type.values()]:
-            parameters.pop("type", None)  # the older key, which the host copies to rope_type and leaves in place
+            parameters.pop("type", None)  # the older key, which transformers copies to rope_type and leaves in place
         return kwargs
 
     def _validate_ntk_rope_parameters(
@@ -751,6 +810,12 @@ class LlmArchConfig(
             "ntk", set(rope_parameters), {"rope_type", "factor"}, {"rope_theta"}, ignore_keys=ignore_keys
         )
 
+    def validate_rope(self) -> None:
+        """As transformers', which warns of most wrong values, after a check that refuses them."""
+        for layer in self.layer_configs():
+            refuse_rope(layer)
+        super().validate_rope()
+
     def validate_switches(self) -> None:
         """Refuse combinations that cannot be, and those of which a part would be ignored."""
         refuse_model_wide_overrides(self)
@@ -758,11 +823,12 @@ class LlmArchConfig(
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
             refuse_out_of_range(config)
+            refuse_rope(config)
             refuse_unused(config)
-            for rule in RULES:
-                if not rule.holds(config):
-                    values = ", ".join(f"{name}={getattr(config, name)!r}" for name in rule.fields)
-                    raise ValueError(f"{values}: {rule.why}")
+            for constraint in CONSTRAINTS:
+                if not constraint.holds(config):
+                    values = ", ".join(f"{name}={getattr(config, name)!r}" for name in constraint.fields)
+                    raise ValueError(f"{values}: {constraint.why}")
 
     @classmethod
     def switches(cls) -> Iterator[Field[Any]]:
@@ -791,15 +857,6 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_llmarch.LlmArchForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_llmarch.LlmArchForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_llmarch.LlmArchForQuestionAnswering",
-}
-
-# Fields that are derived from another where they are not given.
-FOLLOWERS: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("head_dim", "intermediate_size"),
-    "num_attention_heads": ("head_dim", "num_key_value_heads"),
-    "num_hidden_layers": ("layer_types", "mlp_layer_types"),
-    "ffn_type": ("intermediate_size",),
-    "norm_type": ("norm_bias",),
 }
 
 # What the encoder of an encoder-decoder always is.
@@ -865,7 +922,7 @@ def derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: 
 
 
 @dataclass(frozen=True)
-class Rule:
+class Constraint:
     """A relation between fields that must hold. `why` says what to do about it."""
 
     fields: tuple[str, ...]
@@ -884,7 +941,7 @@ def _rotary_dims_fit(c: LlmArchConfig) -> bool:
 def _groups_are_uniform(c: LlmArchConfig) -> bool:
     layers = c.num_hidden_layers
     if c.layer_groups is None or layers % c.layer_groups:
-        return True  # another rule's business
+        return True  # another constraint refuses it
     run = layers // c.layer_groups
     if run > 1 and (c.attention_scale_by_layer or not c.first_attention_norm):
         return False
@@ -899,24 +956,24 @@ def _known_rope_types(c: LlmArchConfig) -> bool:
 
 MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+CONSTRAINTS: tuple[Constraint, ...] = (
+    Constraint(
         ("num_attention_heads", "num_key_value_heads"),
         lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
         "every key/value head serves the same number of query heads, so num_key_value_heads must divide "
         "num_attention_heads.",
     ),
-    Rule(
+    Constraint(
         ("attention_type", "num_attention_heads", "num_key_value_heads"),
         lambda c: {
             "mha": c.num_key_value_heads == c.num_attention_heads,
             "mqa": c.num_key_value_heads == 1,
             "gqa": 1 < c.num_key_value_heads < c.num_attention_heads,
             "mla": c.num_key_value_heads == c.num_attention_heads,
-        }[c.attention_kind],
+        }.get(c.attention_kind, True),
         "the head counts say otherwise; leave attention_type out and it follows from them.",
     ),
-    Rule(
+    Constraint(
         ("attention_type", *MLA_SIZES),
         lambda c: (
             all(getattr(c, name) is not None for name in MLA_SIZES)
@@ -925,64 +982,69 @@ RULES: tuple[Rule, ...] = (
         ),
         "mla needs all of these sizes, the other types none of them.",
     ),
-    Rule(
+    Constraint(
         ("attention_type", "position_encoding"),
         lambda c: c.attention_kind != "mla" or c.position_encoding == "rope",
         "mla splits its heads into a rotated part and one without position, so it needs rope.",
     ),
-    Rule(
+    Constraint(
         ("attention_type", "qk_norm"),
         lambda c: c.attention_kind != "mla" or c.qk_norm == "none",
         "mla norms its latents already; qk_norm does not apply to it.",
     ),
-    Rule(
+    Constraint(
         ("layer_types",),
         lambda c: len(c.layer_types) == c.num_hidden_layers and set(c.layer_types) <= set(get_args(LayerType)),
         f"one of {', '.join(get_args(LayerType))} is needed for each of the num_hidden_layers layers.",
     ),
-    Rule(
+    Constraint(
         ("sliding_window", "layer_types"),
         lambda c: ("sliding_attention" in c.layer_types) == (c.sliding_window is not None),
         "a window needs sliding_attention layers and they need a window.",
     ),
-    Rule(
+    Constraint(
         ("attention_chunk_size", "layer_types"),
         lambda c: ("chunked_attention" in c.layer_types) == (c.attention_chunk_size is not None),
         "a chunk size needs chunked_attention layers and they need a chunk size.",
     ),
-    Rule(
+    Constraint(
         ("sliding_window", "attention_chunk_size"),
         lambda c: c.attention_chunk_size is None or c.sliding_window in (None, c.attention_chunk_size),
         "transformers sizes the cache of both kinds of layers by one number: use one kind, or equal sizes.",
     ),
-    Rule(
+    Constraint(
         ("sliding_window",),
         lambda c: c.sliding_window is None or c.topology == "encoder" or c.sliding_window >= 2,
         "transformers' cache keeps sliding_window - 1 keys of the past, and at least one.",
     ),
-    Rule(
+    Constraint(
+        ("attention_chunk_size",),
+        lambda c: c.attention_chunk_size is None or c.attention_chunk_size >= 2,
+        "transformers' cache keeps attention_chunk_size - 1 keys of the past, and at least one.",
+    ),
+    Constraint(
         ("embedding_size", "tie_word_embeddings", "lm_head_transform"),
         lambda c: not (c.tie_word_embeddings and c.embedding_size) or c.lm_head_transform,
         "a head tied to a narrower embedding needs a transform to its width: set lm_head_transform=True.",
     ),
-    Rule(
+    Constraint(
         ("rope_parameters", "position_encoding"),
         lambda c: (c.position_encoding == "rope") == bool(c.rope_parameters),
         "rope_parameters belong to position_encoding='rope'.",
     ),
-    Rule(
+    Constraint(
         ("rope_parameters", "layer_types"),
         lambda c: all(c.rope_by_layer_type.values()),
         "RoPE parameters by layer type must have an entry for each type in use; layers without RoPE are nope_layers.",
     ),
-    Rule(("rope_parameters",), _known_rope_types, f"rope_type must be one of {', '.join(get_args(RopeType))}."),
-    Rule(
+    Constraint(("rope_parameters",), _known_rope_types, f"rope_type must be one of {', '.join(get_args(RopeType))}."),
+    Constraint(
         ("rope_parameters", "head_dim", "qk_rope_head_dim"),
         _rotary_dims_fit,
         "channels are rotated in pairs, so head width times partial_rotary_factor must be even, and 4 or more for ntk "
         "and dynamic, which keep the first frequency and change the last.",
     ),
-    Rule(
+    Constraint(
         ("nope_layers", "num_hidden_layers"),
         lambda c: (
             all(0 <= i < c.num_hidden_layers for i in c.nope_layers or ())
@@ -990,22 +1052,22 @@ RULES: tuple[Rule, ...] = (
         ),
         "nope_layers holds indices from 0 to num_hidden_layers - 1; all of them would be position_encoding='none'.",
     ),
-    Rule(
+    Constraint(
         ("position_encoding", "hidden_size", "embedding_size"),
         lambda c: c.position_encoding != "sinusoidal" or (c.embedding_size or c.hidden_size) % 2 == 0,
         "sinusoids come in pairs of sine and cosine, so the width must be even.",
     ),
-    Rule(
+    Constraint(
         ("parallel_block", "norm_placement"),
         lambda c: not c.parallel_block or c.norm_placement == "pre",
         "both branches of a parallel block read the normed input: only norm_placement='pre' is defined for it.",
     ),
-    Rule(
+    Constraint(
         ("num_experts", "num_experts_per_tok"),
         lambda c: c.num_experts is None or 1 <= c.num_experts_per_tok <= c.num_experts,
         "a token can go to at least one and at most all of the experts.",
     ),
-    Rule(
+    Constraint(
         ("num_experts", "n_group", "topk_group"),
         lambda c: (
             c.topk_group is None
@@ -1017,32 +1079,32 @@ RULES: tuple[Rule, ...] = (
         ),
         "groups divide the experts evenly; the topk_group kept of them must hold num_experts_per_tok experts.",
     ),
-    Rule(
+    Constraint(
         ("router_group_score", "num_experts", "n_group"),
         lambda c: (
             c.router_group_score == "max" or (c.n_group is not None and cast(int, c.num_experts) >= 2 * c.n_group)
         ),
         "the sum of a group's best two needs n_group, and groups of two experts or more.",
     ),
-    Rule(
+    Constraint(
         ("router_bias_update_rate", "router_selection_bias"),
         lambda c: not c.router_bias_update_rate or c.router_selection_bias,
         "the rate updates the selection bias: set router_selection_bias=True.",
     ),
-    Rule(
+    Constraint(
         ("router_type", "topology"),
         lambda c: c.router_type != "expert_choice" or c.topology == "encoder" or not c.use_cache,
         "expert choice looks at later tokens of the row, so a causal model cannot generate with it. Set "
         "use_cache=False to train one all the same (its loss then leaks the future), or topology='encoder'.",
     ),
-    Rule(
+    Constraint(
         ("router_type", "n_group", "router_selection_bias", "overflow"),
         lambda c: (
             c.router_type == "top_k" or (c.n_group is None and not c.router_selection_bias and c.overflow == "drop")
         ),
         "groups, a selection bias and next_best belong to router_type='top_k'.",
     ),
-    Rule(
+    Constraint(
         ("router_type", "capacity_factor", "expert_capacity", "router_score", "router_bias"),
         lambda c: (
             c.router_type != "sparsemixer"
@@ -1055,67 +1117,67 @@ RULES: tuple[Rule, ...] = (
         ),
         "sparsemixer has a softmax of its own, no capacity and no bias.",
     ),
-    Rule(
+    Constraint(
         ("overflow", "capacity_factor", "expert_capacity"),
         lambda c: c.overflow == "drop" or c.capacity_factor is not None or c.expert_capacity is not None,
         "nothing overflows without a capacity_factor or an expert_capacity.",
     ),
-    Rule(
+    Constraint(
         ("expert_capacity", "capacity_factor", "router_type"),
         lambda c: c.expert_capacity is None or (c.capacity_factor is None and c.router_type == "top_k"),
         "a capacity is one number or a factor, not both; experts that pick take a factor.",
     ),
-    Rule(
+    Constraint(
         ("glu_limit", "glu_up_offset", "ffn_type"),
         lambda c: c.ffn_type == "glu" or (c.glu_limit is None and c.glu_up_offset == 0.0),
         "these are parts of a GLU; set ffn_type='glu'.",
     ),
-    Rule(
+    Constraint(
         ("shared_expert_gate", "num_shared_experts"),
         lambda c: c.num_experts is None or not c.shared_expert_gate or c.shared_width > 0,
         "the gate needs a shared expert: num_shared_experts or shared_expert_intermediate_size.",
     ),
-    Rule(
+    Constraint(
         ("num_shared_experts", "shared_expert_intermediate_size"),
         lambda c: c.shared_expert_intermediate_size is None or c.num_shared_experts == 0,
         "both say how wide the shared expert is: give one of them.",
     ),
-    Rule(
+    Constraint(
         ("swish_beta", "experts_layout", "num_experts"),
         lambda c: c.num_experts is None or c.experts_layout == "packed" or c.swish_beta != "learned",
         "packed experts share one learned beta, which Linears of their own cannot.",
     ),
-    Rule(
+    Constraint(
         ("num_experts", "mlp_layer_types"),
         lambda c: c.num_experts is None or "sparse" in (c.mlp_layer_types or ()),
         "experts need a sparse layer.",
     ),
-    Rule(
+    Constraint(
         ("router_type", "norm_topk_prob", "router_aux_loss_coef"),
         lambda c: c.router_type != "expert_choice" or (c.norm_topk_prob and not c.router_aux_loss_coef),
         "where experts pick there is nothing to balance, and a token's weights are not renormalised.",
     ),
-    Rule(
+    Constraint(
         ("router_type", "router_jitter_noise"),
         lambda c: c.router_type != "sparsemixer" or c.router_jitter_noise > 0,
         "sparsemixer compares experts within twice this distance: at 0 each is alone, and the router learns nothing.",
     ),
-    Rule(
+    Constraint(
         ("alibi_in_bf16", "topology"),
         lambda c: not c.alibi_in_bf16 or c.topology == "decoder",
         "a bias by the key's place alone is a bias by distance only where no key comes after its query.",
     ),
-    Rule(
+    Constraint(
         ("alibi_scaled", "attention_scale_by_layer"),
         lambda c: not (c.alibi_scaled and c.attention_scale_by_layer),
         "one bias serves all layers, so it cannot follow a scale that differs between them.",
     ),
-    Rule(
+    Constraint(
         ("relative_attention_max_distance", "relative_attention_num_buckets"),
         lambda c: c.relative_attention_max_distance > c.relative_attention_num_buckets // 2 >= 2,
         "half of the buckets count single distances, and the others must reach beyond.",
     ),
-    Rule(
+    Constraint(
         ("positions_skip_padding", "pad_token_id", "position_encoding", "position_offset"),
         lambda c: (
             not c.positions_skip_padding
@@ -1123,7 +1185,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "padding is told by pad_token_id, and has position -1, which a learned table needs a row for.",
     ),
-    Rule(
+    Constraint(
         ("positions_follow_mask", "position_encoding", "position_offset", "positions_skip_padding", "alibi_in_bf16"),
         lambda c: (
             not c.positions_follow_mask
@@ -1135,54 +1197,54 @@ RULES: tuple[Rule, ...] = (
         "the other two say already what is counted, and a masked token has position -1, which a learned table needs a "
         "row for.",
     ),
-    Rule(
+    Constraint(
         ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"),
         lambda c: c.layer_groups is None or _groups_are_uniform(c),
         "the layers that share a block must be alike in everything.",
     ),
-    Rule(
+    Constraint(
         ("keep_in_fp32", "norm_placement", "final_norm"),
         lambda c: (
             "ffn_output" not in (c.keep_in_fp32 or ()) or (c.norm_placement in ("pre", "sandwich") and c.final_norm)
         ),
         "ffn_output makes the residual stream fp32, so a norm must stand before all that reads it.",
     ),
-    Rule(
+    Constraint(
         ("keep_in_fp32", "norm_weight_in_fp32"),
         lambda c: "norms" not in (c.keep_in_fp32 or ()) or c.norm_weight_in_fp32,
         "norms kept in fp32 are applied in fp32: set norm_weight_in_fp32=True.",
     ),
-    Rule(
+    Constraint(
         ("keep_in_fp32", "router_in_fp32", "num_experts"),
         lambda c: "router" not in (c.keep_in_fp32 or ()) or (c.num_experts is not None and c.router_in_fp32),
         "a router kept in fp32 needs experts, and computes in fp32: set router_in_fp32=True.",
     ),
-    Rule(
+    Constraint(
         ("topology", "parallel_block"),
         lambda c: c.topology != "encoder-decoder" or not c.parallel_block,
         "a parallel block has no place for cross-attention.",
     ),
-    Rule(
+    Constraint(
         ("topology", "attention_chunk_size"),
         lambda c: c.topology == "decoder" or c.attention_chunk_size is None,
         "chunked attention is causal; encoders take sliding_window.",
     ),
-    Rule(
+    Constraint(
         ("layer_groups", "topology", "num_hidden_layers"),
         lambda c: c.layer_groups is None or (c.topology == "encoder" and c.num_hidden_layers % c.layer_groups == 0),
         "shared blocks are an encoder's (they would share a cache), and must divide the layers evenly.",
     ),
-    Rule(
+    Constraint(
         ("classifier_pooling", "pooler"),
         lambda c: c.classifier_pooling != "pooler" or c.pooler,
         "the classifier reads the pooler's output: set pooler=True.",
     ),
-    Rule(
+    Constraint(
         ("classifier_pooling", "eos_token_id"),
         lambda c: c.classifier_pooling != "eos" or c.eos_token_id is not None,
         "the classifier reads the state of a text's last end token: set eos_token_id.",
     ),
-    Rule(
+    Constraint(
         ("share_source_embeddings", "hidden_size", "source_stack"),
         lambda c: (
             not (
@@ -1192,7 +1254,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "a shared embedding has one width and one vocabulary; set share_source_embeddings=False.",
     ),
-    Rule(
+    Constraint(
         ("swish_beta", "hidden_act"),
         lambda c: c.swish_beta is None or c.hidden_act in ("silu", "swish"),
         "swish_beta is the beta of silu; set hidden_act='silu'.",
@@ -1200,74 +1262,30 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def equals(name: str, *values: Any) -> tuple[str, Callable[[LlmArchConfig], bool]]:
-    return f"{name}={' or '.join(map(repr, values))}", lambda c: getattr(c, name) in values
+SWITCHES: dict[str, Switch] = {f.name: f.metadata["switch"] for f in LlmArchConfig.switches()}
 
 
-# A switch that is off its default, and the condition without which nothing would read it.
-NEEDS: dict[str, tuple[str, Callable[[LlmArchConfig], bool]]] = {
-    "q_lora_rank": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
-    "latent_norm_eps": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
-    "mla_cache": ("attention_type='mla'", lambda c: c.attention_kind == "mla"),
-    "clip_qkv": ("an attention_type other than 'mla'", lambda c: c.attention_kind != "mla"),
-    "qk_norm_type": ("a qk_norm", lambda c: c.qk_norm != "none"),
-    "qk_norm_bias": ("a qk_norm", lambda c: c.qk_norm != "none"),
-    "rope_interleaved": equals("position_encoding", "rope"),
-    "nope_layers": equals("position_encoding", "rope", "alibi", "relative_bias"),
-    "sinusoidal_layout": equals("position_encoding", "sinusoidal"),
-    "sinusoidal_endpoint": equals("position_encoding", "sinusoidal"),
-    "position_offset": equals("position_encoding", "learned", "sinusoidal"),
-    "alibi_bias_max": equals("position_encoding", "alibi"),
-    "alibi_scaled": equals("position_encoding", "alibi"),
-    "alibi_in_bf16": equals("position_encoding", "alibi"),
-    "relative_attention_num_buckets": equals("position_encoding", "relative_bias"),
-    "relative_attention_max_distance": equals("position_encoding", "relative_bias"),
-    "parallel_norms": equals("parallel_block", True),
-    "head_act": equals("lm_head_transform", True),
-    "head_bias": ("lm_head_transform or classifier_dense", lambda c: c.lm_head_transform or c.classifier_dense),
-    "classifier_act": equals("classifier_dense", True),
-    "classifier_norm": equals("classifier_dense", True),
-    "classifier_input_dropout": equals("classifier_dense", True),
-    "source_stack": equals("topology", "encoder-decoder"),
-    "wrap_decoder_start": equals("topology", "encoder-decoder"),
-    "share_source_embeddings": equals("topology", "encoder-decoder"),
-    "pooler": equals("topology", "encoder"),
-    "token_head_dense": equals("classifier_dense", True),
-    "first_attention_norm": equals("norm_placement", "pre", "sandwich"),
-    "positions_skip_padding": equals("position_encoding", "learned", "sinusoidal"),
-    "positions_follow_mask": equals("position_encoding", "learned", "sinusoidal", "alibi"),
-    "relative_attention_shared": equals("position_encoding", "relative_bias"),
-    **{
-        f.name: ("num_experts", lambda c: c.num_experts is not None)
-        for f in fields(ExpertSwitches)
-        if f.name != "num_experts"
-    },
-}
-
-# What the model has once, whatever its layers do.
-MODEL_WIDE = {
-    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "topology", "layer_types"),
-    *(f.name for group in (PositionSwitches, EndSwitches, TrainingSwitches) for f in fields(group)),
-    *("final_norm", "embedding_norm", "embedding_dropout", "final_dropout", "mla_cache", "first_attention_norm"),
-    *("layer_groups", "source_stack", "share_source_embeddings", "num_experts", "mlp_layer_types", "keep_in_fp32"),
-    *("router_aux_loss_coef", "router_aux_loss_scope", "router_z_loss_coef", "sliding_window", "attention_chunk_size"),
-    # The norms at both ends of the model are of one kind with those of its layers.
-    *(f.name for f in fields(NormSwitches) if f.name != "norm_placement"),
-}
+def followers(changed: Iterable[str]) -> set[str]:
+    """The fields that are derived from one of these."""
+    names = set(changed)
+    return {name for name, declared in SWITCHES.items() if names.intersection(declared.follows)}
 
 
 def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
     """`per_layer_config` may vary what a layer has of its own; positions are prepared once a layer type."""
     if not config.is_heterogeneous:
         return
-    overridden = set(config._heterogeneity_spec.per_layer_attributes)
-    for name in sorted(MODEL_WIDE & overridden):
-        raise ValueError(f"per_layer_config overrides {name!r}, which the model has once: set it on the config itself.")
-    if "num_attention_heads" in overridden and config.position_encoding in ("alibi", "relative_bias"):
-        raise ValueError(
-            "per_layer_config overrides 'num_attention_heads', but the bias of "
-            f"position_encoding={config.position_encoding!r} has one number of heads: set it on the config itself."
-        )
+    for name in sorted(config._heterogeneity_spec.per_layer_attributes):
+        allowed = SWITCHES[name].per_layer if name in SWITCHES else True
+        if allowed is False:
+            raise ValueError(
+                f"per_layer_config overrides {name!r}, which the model has once: set it on the config itself."
+            )
+        if isinstance(allowed, Condition) and not allowed.holds(config):
+            raise ValueError(
+                f"per_layer_config overrides {name!r}, which layers may have of their own only with {allowed.text}: "
+                "set it on the config itself."
+            )
     if config.topology == "encoder-decoder":
         raise ValueError("per_layer_config counts the layers of one stack: an encoder-decoder takes source_stack.")
     if config.layer_groups is not None:
@@ -1282,34 +1300,79 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
             )
 
 
-# Sizes and bounds of which there is no zero.
-POSITIVE = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "q_lora_rank", *MLA_SIZES),
-    *("attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "alibi_bias_max"),
-    *("relative_attention_num_buckets", "ffn_multiple_of", "moe_intermediate_size", "embedding_size"),
-    *("layer_groups", "capacity_factor", "expert_capacity", "glu_limit"),
-)
-DROPOUTS = tuple(f"{place}_dropout" for place in ("attention", "hidden", "ffn", "embedding", "final", "classifier"))
-
-
 def refuse_out_of_range(config: LlmArchConfig) -> None:
-    for name in POSITIVE:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value!r} must be greater than 0.")
-    for name in DROPOUTS:
-        if not 0 <= getattr(config, name) <= 1:
-            raise ValueError(f"{name}={getattr(config, name)!r} is a probability, from 0 to 1.")
+    for name, declared in SWITCHES.items():
+        declared.refuse(name, getattr(config, name))
+
+
+# The numbers among RoPE's parameters and their bounds, the lists of numbers, and what a type of RoPE cannot do without.
+POSITIVE = Switch(None, above=0)
+ROPE_NUMBERS: dict[str, Switch] = {
+    "rope_theta": POSITIVE,
+    "partial_rotary_factor": Switch(None, above=0, most=1),
+    "factor": POSITIVE,
+    "attention_factor": POSITIVE,
+    "original_max_position_embeddings": POSITIVE,
+    "beta_fast": POSITIVE,
+    "beta_slow": POSITIVE,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "mscale": Switch(None, least=0),
+    "mscale_all_dim": Switch(None, least=0),
+}
+ROPE_LISTS = ("short_factor", "long_factor")
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ROPE_LISTS,
+}
+
+
+def refuse_rope(config: LlmArchConfig) -> None:
+    """
+    Raises:
+        ValueError: naming a parameter of RoPE that is missing, is no number, or is outside its bounds.
+    """
+    for parameters in config.rope_by_layer_type.values():
+        kind = str(parameters.get("rope_type"))
+        for name in ROPE_NEEDS.get(kind, ()):
+            if parameters.get(name) is None:
+                raise ValueError(f"rope_parameters[{name!r}] is missing: rope_type={kind!r} needs it.")
+        for name, bounds in ROPE_NUMBERS.items():
+            if parameters.get(name) is not None:
+                refuse_rope_number(name, parameters[name], bounds)
+        if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
+            raise ValueError("rope_parameters['high_freq_factor'] must be greater than its 'low_freq_factor'.")
+        for name in ROPE_LISTS if kind == "longrope" else ():
+            refuse_rope_list(config, name, parameters)
+
+
+def refuse_rope_number(name: str, value: Any, bounds: Switch) -> None:
+    if isinstance(value, bool) or not isinstance(value, Number):
+        raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a number.")
+    bounds.refuse(f"rope_parameters[{name!r}]", value)
+
+
+def refuse_rope_list(config: LlmArchConfig, name: str, parameters: dict[str, Any]) -> None:
+    numbers = parameters[name]
+    pairs = int((config.rotary_head_dim or 0) * (parameters.get("partial_rotary_factor") or 1.0)) // 2
+    if not isinstance(numbers, list) or len(numbers) != pairs:
+        raise ValueError(
+            f"rope_parameters[{name!r}]={numbers!r} must be a list of {pairs} numbers: one for each pair of channels "
+            "that are rotated."
+        )
+    for number in numbers:
+        refuse_rope_number(name, number, POSITIVE)
 
 
 def refuse_unused(config: LlmArchConfig) -> None:
-    for f in fields(config):
-        if f.name not in NEEDS or f.default is MISSING or getattr(config, f.name) == f.default:
-            continue
-        condition, holds = NEEDS[f.name]
-        if not holds(config):
-            raise ValueError(f"{f.name}={getattr(config, f.name)!r} has no effect without {condition}.")
+    for name, declared in SWITCHES.items():
+        value = getattr(config, name)
+        if declared.needs is not None and value != declared.default and not declared.needs.holds(config):
+            raise ValueError(f"{name}={value!r} has no effect without {declared.needs.text}.")
 
 
 def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:

@@ -87,30 +87,22 @@ class Clamp(nn.Module):
         return f"{self.bound}"
 
 
-class Fp16Bound(nn.Module):
-    """x bounded to what fp16 holds with room for another term, in fp16 alone."""
-
-    limit = torch.finfo(torch.float16).max - 1000
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(-self.limit, self.limit) if x.dtype == torch.float16 else x
+TensorFn = Callable[[torch.Tensor], torch.Tensor]
 
 
-Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-def unchanged(x: torch.Tensor) -> torch.Tensor:
-    """What stands where a config has nothing: not a module, whose call would cost more than a small operator."""
+def identity(x: torch.Tensor) -> torch.Tensor:
+    """A part that the config leaves out. It is no module, because calling one costs more than a small operator."""
     return x
 
 
-def chain(*modules: nn.Module | None) -> Map:
-    """The given modules one after another."""
+def in_sequence(*modules: nn.Module | None) -> TensorFn:
+    """The given modules, applied one after another, without those that are None."""
     present = [module for module in modules if module is not None]
     if not present:
-        return unchanged
+        return identity
     return present[0] if len(present) == 1 else nn.Sequential(*present)
 
 
 def dropout(p: float) -> nn.Dropout | None:
+    """Dropout, or None for a probability of 0."""
     return nn.Dropout(p) if p else None

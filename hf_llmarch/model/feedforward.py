@@ -10,12 +10,12 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .configuration_llmarch import FFNType, LlmArchConfig
-from .embeddings import chain, dropout
+from .embeddings import dropout
 from .linear import Linear, OwnDtypeLinear
 
 
 class Swish(nn.Module):
-    """x * sigmoid(beta x), arXiv 1710.05941; beta a constant, or one number learned in each layer."""
+    """x * sigmoid(beta x), arXiv 1710.05941, where beta is a constant or a number learned by each layer."""
 
     def __init__(self, beta: float | Literal["learned"]):
         super().__init__()
@@ -37,7 +37,8 @@ def activation(config: LlmArchConfig) -> nn.Module:
 
 
 def named_activation(field: str, name: str) -> nn.Module:
-    """
+    """transformers' activation of that name, which is the value of the config's `field`.
+
     Raises:
         ValueError: when transformers has no activation of that name.
     """
@@ -46,28 +47,37 @@ def named_activation(field: str, name: str) -> nn.Module:
     return ACT2FN[name]
 
 
-def plain_gate(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return act(gate) * up
 
 
-def bounded_gate(
+def _bounded_gated(
     act: nn.Module, gate: torch.Tensor, up: torch.Tensor, limit: float | None, offset: float
 ) -> torch.Tensor:
-    """gpt-oss: gate at most `limit`, up within +-`limit`, and act(gate) * (up + offset)."""
+    """As in gpt-oss: the gate is at most `limit`, up is within +-`limit`, and the result act(gate) * (up + offset)."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return act(gate) * (up + offset)
 
 
-def gate(config: LlmArchConfig) -> Callable[..., torch.Tensor]:
-    """How a GLU joins its two halves: a function of the activation, the gate and the other half."""
-    if config.glu_limit is None and config.glu_up_offset == 0.0:
-        return plain_gate
-    return partial(bounded_gate, limit=config.glu_limit, offset=config.glu_up_offset)
+def _bounds_gate(config: LlmArchConfig) -> bool:
+    return config.glu_limit is not None or config.glu_up_offset != 0.0
+
+
+def gated_activation(config: LlmArchConfig) -> Callable[..., torch.Tensor]:
+    """How a GLU joins its two halves `(..., I)`: a function of the activation, the gate and the other half."""
+    if not _bounds_gate(config):
+        return _gated
+    return partial(_bounded_gated, limit=config.glu_limit, offset=config.glu_up_offset)
 
 
 class MLP(nn.Module):
-    """down(act(up(x))). `width` overrides `intermediate_size`; an expert does not drop out inside (`drops`)."""
+    """down(act(up(x))).
+
+    Args:
+        width: of the inner activations. None: `intermediate_size`.
+        drops: whether they have the config's dropout, which those of experts have not.
+    """
 
     def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
         super().__init__()
@@ -76,10 +86,12 @@ class MLP(nn.Module):
         last = OwnDtypeLinear if "ffn_output" in (config.keep_in_fp32 or ()) else Linear
         self.down_proj = last(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
-        self.inner_dropout = chain(dropout(config.ffn_dropout) if drops else None)
+        self.inner_dropout = dropout(config.ffn_dropout) if drops else None
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down_proj(self.inner_dropout(self.act_fn(self.up_proj(x))))
+        """`(B, T, C)` -> `(B, T, C)`; `real_tokens` is for the feed-forwards of experts."""
+        inner = self.act_fn(self.up_proj(x))
+        return self.down_proj(inner if self.inner_dropout is None else self.inner_dropout(inner))
 
 
 class GLU(MLP):
@@ -88,10 +100,32 @@ class GLU(MLP):
     def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
         super().__init__(config, width, drops)
         self.gate_proj = Linear(config.hidden_size, self.width, bias=config.ffn_bias)
-        self.gate = gate(config)
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down_proj(self.inner_dropout(self.gate(self.act_fn, self.gate_proj(x), self.up_proj(x))))
+        inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(inner if self.inner_dropout is None else self.inner_dropout(inner))
 
 
-FEED_FORWARDS: dict[FFNType, type[MLP]] = {"mlp": MLP, "glu": GLU}
+class BoundedGLU(GLU):
+    """A GLU with bounds on its two halves, or with an offset on the second (gpt-oss)."""
+
+    def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
+        super().__init__(config, width, drops)
+        self.gated = gated_activation(config)
+
+    def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        inner = self.gated(self.act_fn, self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(inner if self.inner_dropout is None else self.inner_dropout(inner))
+
+
+# Keyed by the config's `ffn_type`, and whether it bounds the gate.
+FEED_FORWARDS: dict[tuple[FFNType, bool], type[MLP]] = {
+    ("mlp", False): MLP,
+    ("glu", False): GLU,
+    ("glu", True): BoundedGLU,
+}
+
+
+def dense_feed_forward(config: LlmArchConfig, width: int | None = None, drops: bool = True) -> MLP:
+    """The feed-forward of a dense layer, or of one expert. The arguments are those of `MLP`."""
+    return FEED_FORWARDS[config.ffn_type, _bounds_gate(config)](config, width, drops)

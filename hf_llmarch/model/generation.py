@@ -1,4 +1,4 @@
-"""What `generate()` does besides the host's."""
+"""What `generate()` does besides transformers' own."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -6,30 +6,30 @@ from typing import Any
 from torch import nn
 from transformers.generation import GenerationMixin
 
-from .linear import packed
+from .linear import Linear
 
-# Packing takes about as long as two decoding steps: worth it for a text that gets this far.
-STEPS_UNPACKED = 8
+# Preparing weights takes about as long as two decoding steps: worth it for a text that gets this far.
+STEPS_UNPREPARED = 8
 
 
-class PackedGenerationMixin(GenerationMixin):
-    """`generate()` that packs a bf16 model's weights on CPU once a text gets long, see `packed`."""
+class LlmArchGenerationMixin(GenerationMixin):
+    """`generate()` that, once a text gets long, prepares the weights for many steps, see `Products.prepacked`."""
 
-    steps = 0
-    packing: ExitStack | None = None
+    _steps = 0
+    _preparation: ExitStack | None = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's."""
-        with ExitStack() as packing:
-            self.steps, self.packing = 0, packing
+        """As in transformers."""
+        with ExitStack() as preparation:
+            self._steps, self._preparation = 0, preparation
             try:
                 return super().generate(*args, **kwargs)
             finally:
-                self.packing = None
+                self._preparation = None
 
     def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        # The host's step from one token to the next, outside of any compiled code.
-        self.steps += 1
-        if self.steps == STEPS_UNPACKED and self.packing is not None and isinstance(self, nn.Module):
-            self.packing.enter_context(packed(self))
+        # transformers calls this between two tokens, outside of any compiled code.
+        self._steps += 1
+        if self._steps == STEPS_UNPREPARED and self._preparation is not None and isinstance(self, nn.Module):
+            self._preparation.enter_context(Linear.products.prepacked(self))
         return super()._update_model_kwargs_for_generation(*args, **kwargs)

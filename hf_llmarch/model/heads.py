@@ -1,4 +1,7 @@
-"""What stands between the last hidden state and a task's numbers."""
+"""What stands between the last hidden states and the numbers of a task.
+
+Shapes: `B` batch, `T` tokens, `C` width.
+"""
 
 from collections.abc import Callable
 from typing import cast
@@ -7,14 +10,14 @@ import torch
 from torch import nn
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
-from .embeddings import Map, Scale, SoftCap, chain, dropout
+from .embeddings import Scale, SoftCap, TensorFn, dropout, in_sequence
 from .feedforward import activation, named_activation
 from .linear import Linear
 from .norms import norm
 
 
 class Pooler(nn.Module):
-    """tanh of a dense layer on the first token, `(B, T, C)` -> `(B, C)` (BERT)."""
+    """tanh(dense(first token)), `(B, T, C)` -> `(B, C)` (BERT)."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
@@ -32,7 +35,7 @@ class Pooler(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """norm(act(dense(x))), to the width of the embedding that the head is tied to (BERT)."""
+    """norm(act(dense(x))), `(B, T, C)` -> `(B, T, width)`, where the width is that of the embedding (BERT)."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
@@ -46,65 +49,68 @@ class HeadTransform(nn.Module):
 
 
 class ClassifierTransform(nn.Module):
-    """norm(act(dense(x))) of the classifier's own width; dropout before it and the norm where the config has them."""
+    """norm(act(dense(dropout(x)))), `(..., C)` -> `(..., C)`; dropout and norm only where the config has them."""
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
-        self.dropout = chain(dropout(config.classifier_dropout) if config.classifier_input_dropout else None)
+        self.dropout = in_sequence(dropout(config.classifier_dropout) if config.classifier_input_dropout else None)
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
         self.act_fn = named_activation("classifier_act", config.classifier_act)
-        self.norm = chain(norm(config) if config.classifier_norm else None)
+        self.norm = in_sequence(norm(config) if config.classifier_norm else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.act_fn(self.dense(self.dropout(x))))
 
 
-def logits_transform(config: LlmArchConfig) -> Map:
-    """Scale, then bound, the logits."""
+def logits_transform(config: LlmArchConfig) -> TensorFn:
+    """A function of the logits that scales them, and then bounds them."""
     cap = config.final_logit_softcapping
-    return chain(
+    return in_sequence(
         Scale(config.logit_scale) if config.logit_scale != 1.0 else None, SoftCap(cap) if cap is not None else None
     )
 
 
-def classifier_transform(config: LlmArchConfig, wanted: bool) -> Map:
-    return chain(ClassifierTransform(config) if wanted else None)
+def classifier_transform(config: LlmArchConfig, wanted: bool) -> TensorFn:
+    """A `ClassifierTransform`, or the identity where none is wanted."""
+    return in_sequence(ClassifierTransform(config) if wanted else None)
 
 
 def output_head(config: LlmArchConfig) -> Linear:
-    """The head over the vocabulary; as wide as the embedding where a transform goes to it."""
+    """The head over the vocabulary. It reads the width of the embedding where a `HeadTransform` stands before it."""
     width = (config.embedding_size if config.lm_head_transform else None) or config.hidden_size
     return Linear(width, config.vocab_size, bias=config.lm_head_bias)
 
 
-# -- pooling: hidden states (B, T, C), the pooler's output, tokens that may be read (B, T) -> (B, C) -------------------
+# -- pooling ---------------------------------------------------------------------------------------------------------
 
+# A function of the hidden states `(B, T, C)`, the pooler's output `(B, C)` and the tokens that may be read `(B, T)`; it
+# gives `(B, C)`.
 Pooling = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
-def pool_last(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+def _pool_last(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     """The last readable token, wherever the padding is."""
     index = (torch.arange(x.shape[1], device=x.device) * readable).argmax(-1)
     return x[torch.arange(x.shape[0], device=x.device), index]
 
 
-def pool_first(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+def _pool_first(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
-def pool_mean(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+def _pool_mean(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     weights = readable[..., None].to(x.dtype)
     return (x * weights).sum(1) / weights.sum(1)
 
 
-def pool_pooler(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
+def _pool_pooler(x: torch.Tensor, pooled: torch.Tensor | None, readable: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, pooled)
 
 
 POOLINGS: dict[ClassifierPooling, Pooling] = {
-    "last": pool_last,
-    "first": pool_first,
-    "mean": pool_mean,
-    "pooler": pool_pooler,
-    "eos": pool_last,
+    "last": _pool_last,
+    "first": _pool_first,
+    "mean": _pool_mean,
+    "pooler": _pool_pooler,
+    "eos": _pool_last,
 }

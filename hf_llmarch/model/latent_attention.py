@@ -4,7 +4,7 @@ DeepSeek-V2, arXiv 2405.04434 section 2.1. Shapes: `B` batch, `T` query, `S` key
 `R` the head parts without and with position, `V` value head width.
 """
 
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -13,15 +13,47 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import ScoredAttention, eager_attention
 from .configuration_llmarch import LlmArchConfig
+from .declarations import Facts, Feature
+from .layer_inputs import ScoreInputs
 from .linear import Linear
 from .norms import norm
-from .parallel import own_rows
+
+
+def latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
+    """Queries, expanded keys and expanded values are cut by heads; every device makes, and caches, the whole latent.
+
+    Transformers' style for the latent reads the width of the rotated part from the one config of the whole model, so
+    the attention stays whole where layers, or the two stacks, differ in that width.
+    """
+    rotated = {layer.qk_rope_head_dim for layer in layers}
+    if len(rotated) > 1 or "qk_rope_head_dim" in (config.source_stack or {}):
+        return {}
+    queries = {"q_proj" if layer.q_lora_rank is None else "q_b_proj" for layer in layers}
+    plan = {**dict.fromkeys((*queries, "kv_b_proj"), "colwise"), "o_proj": "rowwise"}
+    return {**plan, "kv_a_proj_with_mqa": "mla_kv_a_proj"}
+
+
+def local_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """A projection's weight as a plain matrix `(rows, columns)`, or this device's rows of one that is cut by rows.
+
+    It is for inference: on a weight that is cut, a gradient would reach the rows of one device only.
+
+    Returns:
+        None where the weight is not such a matrix, for example where it is quantised.
+    """
+    if type(weight) is nn.Parameter:
+        return weight
+    placements: Any = getattr(weight, "placements", None)
+    by_rows = placements is not None and all(placement.is_shard(0) for placement in placements)
+    return None if torch.is_grad_enabled() or not by_rows else weight.to_local()  # type: ignore[attr-defined]
 
 
 class LatentAttention(ScoredAttention):
     """MLA. Few queries against a long context run absorbed: W_UK is folded into the query and W_UV into the output
     (section 2.1.2), so keys and values are never expanded. Prefill and training expand them, to the same numbers.
     """
+
+    facts = Facts(asks=(Feature.TWO_WIDTHS,), tensor_plan=latent_plan)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -56,9 +88,10 @@ class LatentAttention(ScoredAttention):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_bias: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
@@ -67,7 +100,7 @@ class LatentAttention(ScoredAttention):
         q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.rope), dim=-1)
-        # One head each, so that every cache layer of the host takes them for keys and values.
+        # One head each, so that every cache layer of transformers takes them for keys and values.
         latent, k_rope = self.kv_a_layernorm(latent)[:, None], k_rope[:, None]  # (B, 1, T, r), (B, 1, T, R)
         q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
 
@@ -82,8 +115,9 @@ class LatentAttention(ScoredAttention):
             k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
         q = torch.cat((q_nope, q_rope), dim=-1)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        options = self.options(position_bias)
         out, weights = attention(
-            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **self.options, **kwargs
+            self, q, k, v, attention_mask, scaling=self.scaling, s_aux=self.sinks, **options, **kwargs
         )
         return self.o_proj(out.reshape(*lead, -1)), weights
 
@@ -118,7 +152,11 @@ class LatentAttention(ScoredAttention):
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
-        if type(up_proj) not in (Linear, nn.Linear) or own_rows(up_proj.weight) is None or hasattr(up_proj, "_hf_hook"):
+        if (
+            type(up_proj) not in (Linear, nn.Linear)
+            or local_weight(up_proj.weight) is None
+            or hasattr(up_proj, "_hf_hook")
+        ):
             return False
         if self.config._attn_implementation not in ("eager", "sdpa") or (mask is None and queries > 1):
             return False
@@ -137,7 +175,7 @@ class LatentAttention(ScoredAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the latents themselves: multi-query attention with keys of width r + R and values of r."""
         batch, heads, queries, _ = q_nope.shape
-        weight = cast(torch.Tensor, own_rows(self.kv_b_proj.weight))
+        weight = cast(torch.Tensor, local_weight(self.kv_b_proj.weight))
         up_k, up_v = weight.view(heads, self.nope + self.value, self.rank).split(
             (self.nope, self.value), dim=1
         )  # (H, N, r), (H, V, r)

@@ -30,26 +30,29 @@ from transformers.utils import ModelOutput, can_return_tuple, logging, torch_com
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs, maybe_install_capturing_hooks
 
-from .attention import CrossAttention, ScoredAttention, demands, honours, refuse_backend
+from .attention import CrossAttention, ScoredAttention
+from .backends import demands, honours, refuse_backend
+from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
 from .configuration_llmarch import KeptInFp32, LlmArchConfig, Topology
-from .embeddings import chain, dropout, token_embedding
-from .experts import Router, balance_loss, z_loss
-from .generation import PackedGenerationMixin
+from .embeddings import dropout, in_sequence, token_embedding
+from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
-from .linear import Linear, plain
+from .layer_inputs import AttentionInputs
+from .linear import Linear, as_torch_linear
 from .norms import norm
 from .parallel import (
-    WHOLE_TEXTS,
     expert_parallel_plan,
     keep_whole,
     pick_heads,
     pipeline_plan,
     refuse_sizes,
+    supports_context,
     tensor_parallel_plan,
 )
 from .positions import PADDING, POSITIONS, has_holes
+from .routing import ROUTERS, Router
 
 logger = logging.get_logger(__name__)
 
@@ -65,7 +68,7 @@ KEPT_IN_FP32: dict[KeptInFp32, tuple[str, tuple[torch.dtype, ...]]] = {
 }
 
 
-def layer_masks(
+def _layer_masks(
     config: LlmArchConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
@@ -92,15 +95,18 @@ def real_tokens(attention_mask: Any, length: int) -> torch.Tensor | None:
     return None
 
 
-def by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
-    """The mean of a loss `(batch,)` a row, each row weighted by its labels: like the token loss, the sum over a step's
-    micro-batches does not depend on how the step is split."""
+def _by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
+    """The mean of the rows' losses `(batch,)`, each weighted by the row's number of labels, `items (batch,)`.
+
+    Given the labels of all micro-batches of a step, `num_items`, the sum over these does not depend on how the step is
+    split, as for the loss of tokens.
+    """
     items = items.to(rows.device)
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
 
 
-def two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
-    """The outputs of an encoder and of the decoder that has read it, under the host's names for both."""
+def _two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
+    """The outputs of an encoder and of the decoder that has read it, under transformers' names for both."""
     routed = "router_logits" in encoded or "router_logits" in decoded
     fields = {"last_hidden_state": decoded["last_hidden_state"], CACHE: decoded.get(CACHE)}
     fields["cross_attentions"] = decoded.get("cross_attentions")
@@ -111,14 +117,15 @@ def two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
     return (Seq2SeqMoEModelOutput if routed else Seq2SeqModelOutput)(**fields)
 
 
-def labelled(labels: torch.Tensor) -> torch.Tensor:
+def _labelled(labels: torch.Tensor) -> torch.Tensor:
     """How many labels each row has, `(batch,)`."""
     return (labels != -100).sum(-1)
 
 
-def shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens moved one to the right behind the start token (or the text's own last one, `wrap_decoder_start`), padding
-    in place of -100.
+def _shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens `(batch, length)` moved one to the right behind the start token, with padding in place of -100.
+
+    With `wrap_decoder_start` each text starts with its own last token.
 
     Raises:
         ValueError: where the config names no start token, or no padding token to find the last one by.
@@ -151,14 +158,15 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         "cross_attentions": OutputRecorder(CrossAttention, index=1),
         "router_logits": OutputRecorder(Router, index=0),
     }
-    # A router's bias moves by small steps that bf16 cannot hold.
+    # The selection bias of a router moves by small steps that bf16 cannot hold.
     _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
-    # Where quantisers look; in fp16 it would mean more (`_get_dtype_plan`). They match it from a name's beginning on.
+    # Quantisers leave alone what this list names, and match its patterns from the beginning of a name. transformers
+    # would also keep these modules in fp32 in a model of fp16, see `_get_dtype_plan`.
     _keep_in_fp32_modules = [rf"(.*\.)?{name}" for name in UNQUANTISED]
-    # The host would look for a decorator's name in this file; ours dispatches in `experts.py`.
+    # transformers would look for its decorator of experts in this file; ours dispatch by themselves, in `experts.py`.
     _can_set_experts_implementation_cached_value = True
 
-    # What a class can be made of.
+    # The topologies that the class is for.
     topologies: frozenset[Topology] = frozenset(get_args(Topology))
 
     def __init__(self, config: LlmArchConfig, *args: Any, **kwargs: Any):
@@ -170,10 +178,10 @@ class LlmArchPreTrainedModel(PreTrainedModel):
                 "LlmArchForMaskedLM, and encoder-decoders LlmArchForConditionalGeneration."
             )
         refuse_backend(config, config._attn_implementation)
-        self.demands = demands(config)
+        self.demands = frozenset(demand.feature for demand in demands(config))
         super().__init__(config, *args, **kwargs)
 
-    # Properties, where the host has class attributes: they depend on the config.
+    # transformers has class attributes of these names; here they depend on the config.
     @property
     def _supports_sdpa(self) -> bool:  # type: ignore[override]
         return honours("sdpa", self.demands)
@@ -192,7 +200,11 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         return all(p["rope_type"] != "dynamic" for p in self.config.rope_by_layer_type.values())
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        """As the host's; refuses, by name, an implementation that would ignore one of the config's switches."""
+        """As in transformers.
+
+        Raises:
+            ValueError: naming a switch of the config that the implementation would ignore.
+        """
         if isinstance(attn_implementation, str):
             refuse_backend(self.config, attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
@@ -202,7 +214,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
                 module.config._attn_implementation = self.config._attn_implementation
 
     def set_experts_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """As the host's, of the encoder as well."""
+        """As in transformers, and of the encoder as well."""
         super().set_experts_implementation(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
@@ -217,13 +229,12 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     @property
     def supports_context_parallel(self) -> bool:
-        """Whether sequences can be cut across devices: the host then drops masks and what is added to scores."""
-        causal = self.config.topology == "decoder" and set(self.config.layer_types) == {"full_attention"}
-        return causal and not WHOLE_TEXTS.intersection(self.demands)
+        """Whether sequences can be cut across devices, where transformers drops masks and what is added to scores."""
+        return supports_context(self.config)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
-        """As the host's; keys and values of fewer heads than devices are made on each of them."""
+        """As in transformers; key and value heads that devices cannot share out are computed on each of them."""
         if distributed_config is None or not args or args[0] is None:
             return super().maybe_distribute_model(model, distributed_config, *args)
         refuse_sizes(model.config, distributed_config)
@@ -233,7 +244,8 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         for attention in whole:
             pick_heads(attention, model._device_mesh if model._device_mesh.ndim == 1 else model._device_mesh["tp"])
         if whole:
-            # `generate` asks it whether every device has an equal share of the heads, which these do not.
+            # By the plan `generate` tells whether every device has an equal share of the key and value heads, for its
+            # cache, which here they do not have.
             model.tp_plan = declared
         return model
 
@@ -248,17 +260,17 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        # A part with parameters or unsaved buffers of its own says itself how they begin.
+        # A part that has parameters or unsaved buffers of its own initialises them itself.
         if isinstance(module, PreTrainedModel) or not hasattr(module, "init_weights"):
             super()._init_weights(module)
         else:
             cast(Any, module).init_weights(self.config.initializer_range)
 
     def post_init(self) -> None:
-        """As the host's; a model that is about to be quantised is made of plain `nn.Linear`."""
+        """As in transformers; a model that is about to be quantised gets `nn.Linear` for its linear layers."""
         super().post_init()
         if getattr(self.config, "quantization_config", None) is not None:
-            plain(self)
+            as_torch_linear(self)
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
@@ -279,8 +291,8 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         return self.training and self.weighs_balance
 
     def balance(self, outputs: ModelOutput, attention_mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The balance loss of each row, unweighted, and the auxiliary losses of each row as the config weighs them,
-        both `(batch,)`; None without router logits."""
+        """The balance loss of each row without its weight, and the sum of each row's auxiliary losses with the config's
+        weights, both `(batch,)`; None without router logits."""
         logits = outputs.get("router_logits")
         if not logits:
             return None
@@ -297,14 +309,23 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         loss: torch.Tensor | None,
         outputs: ModelOutput,
         attention_mask: Any,
-        items: torch.Tensor,
+        items: torch.Tensor | None,
         num_items: torch.Tensor | int | None,
-    ) -> torch.Tensor | None:
-        """The loss, in training with the auxiliary ones, each row weighted by its `items (batch,)`."""
-        found = self.balance(outputs, attention_mask) if loss is not None and self.balances else None
-        if loss is None or found is None:
-            return loss
-        return loss + by_share(found[1], items, num_items)
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The loss, in training with the auxiliary losses, and the balance loss by itself (None without router logits).
+
+        Args:
+            outputs: of this stack, with its `last_hidden_state` and `router_logits`.
+            items: `(batch,)`, the numbers that the loss is a mean over, by row; the auxiliary losses weigh rows by it.
+            num_items: see `_by_share`.
+        """
+        found = self.balance(outputs, attention_mask)
+        if found is None:
+            return loss, None
+        balance, rows = found
+        if loss is not None and self.balances:
+            loss = loss + _by_share(rows, cast(torch.Tensor, items), num_items)
+        return loss, balance.mean()
 
     def routers(self) -> list[Router]:
         """The routers of this stack's sparse layers, in the order of `router_logits`."""
@@ -323,7 +344,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         super().__init__(config)
         if add_pooling_layer and config.topology != "encoder":
             raise ValueError(f"add_pooling_layer=True: a pooler is an encoder's, and topology={config.topology!r}.")
-        # On the instance, where the host has them on the class: they depend on the config.
+        # transformers has these on the config's class; here they depend on the config.
         plans: Any = config
         plans.base_model_tp_plan, plans.base_model_ep_plan = tensor_parallel_plan(config), expert_parallel_plan(config)
         plans.base_model_pp_plan = pipeline_plan(config)
@@ -331,15 +352,15 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_tokens = token_embedding(config)
         self.embed_types = nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         self.embed_positions = POSITIONS[config.position_encoding](config)
-        self.embed_norm = chain(norm(config, width) if config.embedding_norm else None)
-        self.embed_dropout = chain(dropout(config.embedding_dropout))
-        self.embed_projection = chain(Linear(width, config.hidden_size) if config.embedding_size else None)
+        self.embed_norm = in_sequence(norm(config, width) if config.embedding_norm else None)
+        self.embed_dropout = in_sequence(dropout(config.embedding_dropout))
+        self.embed_projection = in_sequence(Linear(width, config.hidden_size) if config.embedding_size else None)
         self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
         self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
-        # Of this model alone: accelerate looks for each class that it is given.
+        # Only classes that this model has: accelerate raises for one that it does not find.
         self._no_split_modules = {type(layer).__name__ for layer in self.layers}
-        self.norm = chain(norm(config) if config.final_norm else None)
-        self.final_dropout = chain(dropout(config.final_dropout))
+        self.norm = in_sequence(norm(config) if config.final_norm else None)
+        self.final_dropout = in_sequence(dropout(config.final_dropout))
         self.pooler = Pooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
         self.without_position = set(config.nope_layers or ())
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
@@ -348,11 +369,11 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
         if self.encoder is not None:
-            # On both stacks at once: the host, asked by one after the other, would record the encoder twice.
+            # For both stacks at once: if each stack did it for itself, the encoder's outputs would be recorded twice.
             maybe_install_capturing_hooks(self)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """One embedding for two stacks, tied whether or not the head is (where the host would stop)."""
+        """The embedding that the two stacks share, also where the head is not tied (transformers then ties nothing)."""
         return dict(self._tied_weights_keys or {})
 
     @can_return_tuple
@@ -380,7 +401,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
             position_ids: `(1 or batch, length)`, from 0 for the first token whatever the `position_offset` (RoBERTa's
                 own class has the offset in them). None: counted on from the cache. Without mask and cache they also
                 tell documents packed together, which do not see each other: in an encoder, where the only row counts
-                up and begins again at 0; in a decoder, wherever a step is not +1, as the host has it.
+                up and begins again at 0; in a decoder, wherever a step is not +1, as in transformers.
             cache: keys and values so far; also accepted as `past_key_values`, its name before transformers 5.24.
             token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
             encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads. None: the
@@ -397,7 +418,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
             ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when an encoder is to be read
                 that there is not; when the attention implementation set on the config would ignore one of its switches.
         """
-        # Whole outputs are needed here; the caller's wish for a tuple is met around this method.
+        # The stacks return whole outputs; `can_return_tuple` makes a tuple of the result if the caller wants one.
         kwargs["return_dict"] = True
         given: dict[str, Any] = {"cache": cache, "past_key_values": past_key_values, "use_cache": use_cache, **kwargs}
         if self.encoder is None:
@@ -412,7 +433,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         if decoder_input_ids is None:
             if input_ids is None:
                 raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
-            decoder_input_ids = shift_right(self.config, input_ids)
+            decoder_input_ids = _shift_right(self.config, input_ids)
         kwargs |= self.wanted(kwargs)
         given |= kwargs
         encoded = self.encoder(
@@ -420,7 +441,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         )
         given |= {"encoder_hidden_states": encoded.last_hidden_state, "encoder_attention_mask": attention_mask}
         outputs = self.run_layers(decoder_input_ids, decoder_attention_mask, position_ids, **given)
-        return cast(BaseModelOutput, two_stacks(encoded, outputs))
+        return cast(BaseModelOutput, _two_stacks(encoded, outputs))
 
     @merge_with_config_defaults
     @capture_outputs
@@ -447,8 +468,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         given = cache if cache is not None else past_key_values
         past = given if given is not None or not use_cache else self.new_cache()
-        # A cache made by this very call is empty: the masks are the same without it, and packed documents are seen.
-        masks = layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
+        # The masks are made without a cache that is new and empty, so that packed documents are told apart.
+        masks = _layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if position_ids is None:
             position_ids = self.count_positions(inputs_embeds, input_ids, given, attention_mask)
@@ -459,14 +480,14 @@ class LlmArchModel(LlmArchPreTrainedModel):
         x = self.embed_norm(self.embed_positions.embed(x, position_ids))
         x = self.embed_projection(self.embed_dropout(x))
         state = self.embed_positions.prepare(x, position_ids, given, attention_mask)
-        # Positional, so that reentrant gradient checkpointing carries gradients to the encoder and to a learned bias.
+        # Passed by position, as is a bias: reentrant checkpoints carry gradients of positional arguments only.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
-        shared = {"real_tokens": real, "position_ids": position_ids, "use_cache": use_cache, CACHE: past}
+        shared = cast(AttentionInputs, {"position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs})
         for i, kind in enumerate(self.config.layer_types):
             placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
             bias = placed.pop("position_bias", None)
             layer = self.layers[i // self.runs_in_a_row]
-            x = layer(x, bias, *source, attention_mask=masks[kind], **placed, **shared, **kwargs)
+            x = layer(x, bias, *source, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
@@ -493,7 +514,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
     def source(
         self, x: torch.Tensor, states: torch.Tensor | None, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """What a decoder's layers get of the encoder: its states and the mask over them. Nothing without an encoder."""
+        """What layers of a decoder get of its encoder, the states and the mask over them; () without an encoder."""
         if self.encoder is None:
             return ()
         if states is None:
@@ -510,27 +531,46 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return (BaseModelOutputWithPastAndCrossAttentions if dense else MoeModelOutputWithPast)(**fields)
 
 
-class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
-    """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
+class LlmArchHeadModel(LlmArchPreTrainedModel):
+    """The base model, for a class to put a head on."""
 
-    topologies = frozenset({"decoder"})
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
+        self.model = LlmArchModel(config)
+
+
+class LlmArchVocabularyModel(LlmArchHeadModel):
+    """The base model with a head over the vocabulary."""
+
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        self.transform = in_sequence(HeadTransform(config) if config.lm_head_transform else None)
+        self.lm_head = output_head(config)
+        self.logits = logits_transform(config)
+
+    def over_vocabulary(self, x: torch.Tensor) -> torch.Tensor:
+        """The logits `(batch, length, vocab_size)` of last hidden states `(batch, length, hidden_size)`."""
+        return self.logits(self.lm_head(self.transform(x)))
+
+
+class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
+    """The base model with a head over the vocabulary, for next-token prediction and `generate()`."""
+
+    topologies = frozenset({"decoder"})
+
+    def __init__(self, config: LlmArchConfig):
+        super().__init__(config)
         first = config.layer_configs()[0]
-        self.looks_ahead = config.num_experts is not None and first.router_type == "expert_choice"
+        self.looks_ahead = config.num_experts is not None and ROUTERS[first.router_type].pickers == "experts"
         self.rope_switch_lengths = config.rope_switch_lengths
         if self.looks_ahead:
             logger.warning_once(
                 "router_type='expert_choice': which tokens an expert picks depends on later ones, so the loss of a "
                 "causal model leaks the future."
             )
-        self.model = LlmArchModel(config)
-        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
-        self.lm_head = output_head(config)
-        self.logits = logits_transform(config)
         self.output_class = CausalLMOutputWithPast if config.num_experts is None else MoeCausalLMOutputWithPast
         self.post_init()
 
@@ -538,9 +578,10 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
     def create_masks_for_generate(
         config: LlmArchConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The masks that `generate` hands to a compiled forward; the host calls it."""
-        masks = layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
-        # Only where tokens are counted by it: its growing shape would make a compiled forward compile again.
+        """The masks that `generate` hands to a compiled forward."""
+        masks = _layer_masks(config, inputs_embeds, attention_mask, kwargs.get(CACHE), kwargs.get("position_ids"))
+        # The padding mask goes along only where tokens are counted by it: it grows with each token, so that a compiled
+        # forward would be compiled again.
         counts = config.alibi_in_bf16 or any(
             layer.capacity_factor is not None or layer.expert_capacity is not None for layer in config.layer_configs()
         )
@@ -551,27 +592,31 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """As the host's; but where a text outgrows the length at which LongRoPE changes its frequencies, the keys
-        cached so far were turned by the others, and the whole text is read again."""
+        """As in transformers; but a text that outgrows the length at which LongRoPE changes its frequencies is read
+        again as a whole, because the keys in the cache were rotated by the former frequencies."""
         if self.looks_ahead:
             raise ValueError("router_type='expert_choice' cannot generate: its experts pick among tokens yet to come.")
         cache, lengths = kwargs.get(CACHE), self.rope_switch_lengths
         if cache is not None and hasattr(self, "_pp_stage"):
             raise ValueError(
-                "A stage of a pipeline caches its own layers, and the host counts what the first layer has: without a "
-                "cache, generate(use_cache=False), tokens are right."
+                "A stage of a pipeline caches its own layers only, and transformers takes the length of the text from "
+                "the first layer's cache: use generate(use_cache=False)."
             )
         if cache is not None and lengths:
             seen = int(cache.get_seq_length())
             if any(0 < seen <= length < input_ids.shape[1] for length in lengths):
                 kwargs[CACHE] = kwargs["next_sequence_length"] = None
-        # Named, because the host asks this signature whether embeddings can begin a text.
+        # `inputs_embeds` is named: by this signature transformers tells whether embeddings can begin a text.
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         return prepared(inputs, kwargs.get("is_first_iteration", False))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, which `generate_batch` and `transformers serve --continuous-batching` call; refuses by name
-        what the paged cache cannot do, where the host would answer with empty texts."""
+        """As in transformers; `generate_batch` and `transformers serve --continuous-batching` call it.
+
+        Raises:
+            ValueError: naming a switch of the config that a paged cache cannot do. transformers would answer with empty
+                texts.
+        """
         implementation = self.config._attn_implementation or "eager"
         refuse_backend(self.config, f"paged|{implementation.removeprefix('paged|')}")
         return super().init_continuous_batching(*args, **kwargs)
@@ -593,15 +638,38 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """
         Args:
-            labels: `(batch, length)`, the inputs themselves: they are shifted here. -100 is ignored.
-            logits_to_keep: compute logits for the last so many positions, or for these indices; 0: for all.
-            num_items_in_batch: (keyword) divide the summed loss by it, so that gradient accumulation is exact.
-            output_router_logits: return each sparse layer's `(batch * length, num_experts)`, and the balance loss.
-                None: as the config's attribute of this name says.
+            input_ids: `(batch, length)`, the tokens that the cache does not hold yet; or give `inputs_embeds`.
+            attention_mask: `(batch, past + length)`, 1 where a token is real and 0 where it is padding; a 4-D mask
+                `(batch, 1, length, past + length)` is used as it is; a dict holds one mask for each layer type.
+            position_ids: `(1 or batch, length)`; see `LlmArchModel.forward`. None: counted on from the cache.
+            cache: the keys and values of the tokens so far, which this call extends.
+            past_key_values: `cache` by its name before transformers 5.24; either is taken.
+            inputs_embeds: `(batch, length, width)`, embeddings in place of `input_ids`, before positions are added; the
+                width is the config's `embedding_size`, or `hidden_size` where that is None.
+            labels: `(batch, length)`, the tokens of `input_ids` themselves, as they are shifted here. -100 is ignored.
+            use_cache: return a cache, and make one where none is given. None: as the config says.
+            logits_to_keep: compute logits for that many last positions, or for the positions of these indices
+                `(kept,)`; 0: for all.
+            output_router_logits: return the router logits `(batch * length, num_experts)` of each sparse layer, and the
+                balance loss. None: as the config's attribute of this name says.
+            token_type_ids: (keyword) `(batch, length)`, for `type_vocab_size`. None: all 0.
+            num_items_in_batch: (keyword) the number of labels in all micro-batches of a step. The summed loss is
+                divided by it instead of by this batch's number, so that gradient accumulation is exact.
+            output_hidden_states: (keyword) return the hidden states `(batch, length, hidden_size)` before each layer
+                and at the end. None: as the config says; so are the next two.
+            output_attentions: (keyword) return the attention weights `(batch, heads, length, past + length)` of each
+                layer, which not every attention implementation computes.
+            return_dict: (keyword) False returns a tuple.
+
+        Further keyword arguments reach the attention implementation (`cu_seq_lens_q`, `max_length_q` and the like).
 
         Returns:
-            `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache. With experts, `aux_loss` is the
-            unweighted balance loss; in training, the auxiliary losses are in `loss` with the config's weights.
+            `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache under its name in transformers,
+            and what was asked for. With router logits, `aux_loss` is the balance loss without its weight; in training,
+            the auxiliary losses are in `loss` with the config's weights.
+
+        Raises:
+            ValueError: see `LlmArchModel.forward`.
         """
         balances = labels is not None and self.balances
         if output_router_logits is None:
@@ -618,7 +686,7 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state[:, kept])))
+        logits = self.over_vocabulary(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -628,40 +696,33 @@ class LlmArchForCausalLM(LlmArchPreTrainedModel, PackedGenerationMixin):
             "attentions": outputs.attentions,
             CACHE: outputs.get(CACHE),
         }
-        found = self.balance(outputs, attention_mask)
-        if found is not None:
-            results |= {"aux_loss": found[0].mean(), "router_logits": outputs["router_logits"]}
-            if labels is not None and balances:
-                share = by_share(found[1], labelled(labels[:, 1:]), kwargs.get("num_items_in_batch"))
-                loss = cast(torch.Tensor, loss) + share
+        items = None if labels is None else _labelled(labels[:, 1:])
+        loss, balance = self.with_auxiliary(loss, outputs, attention_mask, items, kwargs.get("num_items_in_batch"))
+        if balance is not None:
+            results |= {"aux_loss": balance, "router_logits": outputs["router_logits"]}
         return self.output_class(loss=loss, **results)
 
 
-class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMixin):
+class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationMixin):
     """An encoder-decoder with a head over the vocabulary, for translation and the like."""
 
     topologies = frozenset({"encoder-decoder"})
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.model = LlmArchModel(config)
-        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
-        self.lm_head = output_head(config)
-        self.logits = logits_transform(config)
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """What the decoder reads in training, see `shift_right`; the host's collators call it."""
-        return shift_right(self.config, labels)
+        """What the decoder reads in training, see `_shift_right`; transformers' collators call it."""
+        return _shift_right(self.config, labels)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As the host's, see `prepared`."""
+        """As in transformers, see `prepared`."""
         return prepared(super().prepare_inputs_for_generation(*args, **kwargs), kwargs.get("is_first_iteration", False))
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        # The host makes both halves from one config, whose sliding layers would cut the encoder's keys to the window.
+        # transformers makes both halves from one config, whose sliding layers would cut the encoder's keys to the
+        # window.
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, EncoderDecoderCache) and not getattr(cache, "_is_user_defined", False):
@@ -735,10 +796,10 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.logits(self.lm_head(self.transform(outputs.last_hidden_state[:, kept])))
+        logits = self.over_vocabulary(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            # The labels are in place already; the host's loss of this name would shift them once more.
+            # The labels are in place already; the loss function would shift them, did it not get `shift_labels`.
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -751,7 +812,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
                 (encoder, encoded, attention_mask),
                 (self.model, outputs, decoder_attention_mask),
             ):
-                loss = stack.with_auxiliary(loss, states, mask, labelled(labels), num_items_in_batch)
+                loss, _ = stack.with_auxiliary(loss, states, mask, _labelled(labels), num_items_in_batch)
         results: dict[str, Any] = {
             "decoder_hidden_states": outputs.hidden_states,
             "decoder_attentions": outputs.attentions,
@@ -768,7 +829,7 @@ class LlmArchForConditionalGeneration(LlmArchPreTrainedModel, PackedGenerationMi
         return Seq2SeqMoEOutput(loss=loss, logits=logits, **results, **routers)
 
 
-class LlmArchTaskModel(LlmArchPreTrainedModel):
+class LlmArchTaskModel(LlmArchHeadModel):
     """The base model, what makes logits of its states, and the loss by labels. Subclasses say the last two.
 
     An encoder-decoder's heads read the states of its decoder, which is given the text once more, moved to the right
@@ -780,7 +841,6 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.model = LlmArchModel(config)
         if self.model.pooler is not None and not self.reads_pooler:
             self.model.pooler.carry_along()
 
@@ -831,7 +891,7 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
         if labels is not None:
             loss, items = self.compare(logits, labels, **kwargs), self.items(labels)
             for stack, states, mask in self.stacks(outputs, attention_mask, decoder_attention_mask):
-                loss = stack.with_auxiliary(loss, states, mask, items, kwargs.get("num_items_in_batch"))
+                loss, _ = stack.with_auxiliary(loss, states, mask, items, kwargs.get("num_items_in_batch"))
         return self.results(loss, logits, outputs)
 
     @property
@@ -850,7 +910,7 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
         """How many numbers of the loss each row has, `(batch,)`."""
-        return labelled(labels.flatten(1) if labels.dim() > 1 else labels[:, None])
+        return _labelled(labels.flatten(1) if labels.dim() > 1 else labels[:, None])
 
     def stacks(
         self, outputs: Any, attention_mask: Any, decoder_attention_mask: Any
@@ -873,7 +933,7 @@ class LlmArchTaskModel(LlmArchPreTrainedModel):
         return {name: value for name, value in outputs.items() if name in known}
 
 
-class LlmArchForMaskedLM(LlmArchTaskModel):
+class LlmArchForMaskedLM(LlmArchVocabularyModel, LlmArchTaskModel):
     """The base model with a head over the vocabulary, for filling in masked tokens.
 
     `labels (batch, length)` are the tokens behind the masks, -100 elsewhere; `logits (batch, length, vocab_size)`.
@@ -881,20 +941,15 @@ class LlmArchForMaskedLM(LlmArchTaskModel):
 
     topologies = frozenset({"encoder"})
     output_class = MaskedLMOutput
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.transform = chain(HeadTransform(config) if config.lm_head_transform else None)
-        self.lm_head = output_head(config)
-        self.logits = logits_transform(config)
         self.post_init()
 
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.logits(self.lm_head(self.transform(outputs["last_hidden_state"])))
+        return self.over_vocabulary(outputs["last_hidden_state"])
 
     def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -918,7 +973,7 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         self.pool = POOLINGS[config.classifier_pooling]
         self.readable = self.ends if config.classifier_pooling == "eos" else self.real
         self.head = classifier_transform(config, config.classifier_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
@@ -938,7 +993,7 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         items = kwargs.get("num_items_in_batch")
         if items is None or self.config.problem_type == "single_label_classification":
             return loss
-        # The host's means over numbers do not know how many there are in the other micro-batches.
+        # transformers' losses are means over this batch, whatever the number of items in the other micro-batches.
         return loss * labels.numel() / items
 
     def real(
@@ -984,7 +1039,7 @@ class LlmArchForTokenClassification(LlmArchTaskModel):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.head = classifier_transform(config, config.token_head_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
 
@@ -1008,7 +1063,7 @@ class LlmArchForQuestionAnswering(LlmArchTaskModel):
         two = config.topology == "encoder-decoder"
         self.output_class = Seq2SeqQuestionAnsweringModelOutput if two else QuestionAnsweringModelOutput
         self.head = classifier_transform(config, config.token_head_dense)
-        self.dropout = chain(dropout(config.classifier_dropout))
+        self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
@@ -1033,17 +1088,17 @@ class LlmArchForQuestionAnswering(LlmArchTaskModel):
         if start_positions is not None and end_positions is not None:
             labels = torch.stack((start_positions.flatten(), end_positions.flatten()), dim=-1)
         return super().forward(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            position_ids,
-            inputs_embeds,
-            labels,
-            use_cache,
-            cache,
-            past_key_values,
-            decoder_input_ids,
-            decoder_attention_mask,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            cache=cache,
+            past_key_values=past_key_values,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
             **kwargs,
         )
 

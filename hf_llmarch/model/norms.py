@@ -6,7 +6,8 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_llmarch import LlmArchConfig, NormPlacement, NormType
-from .embeddings import Map, unchanged
+from .declarations import Facts
+from .embeddings import Scale, TensorFn, dropout, identity, in_sequence
 
 
 class Norm(nn.Module):
@@ -34,10 +35,6 @@ class Norm(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
-    def dtype(self, x: torch.Tensor) -> torch.dtype:
-        """Of the result."""
-        return self.weight.dtype if self.narrows else x.dtype
-
     def gain(self) -> torch.Tensor:
         return self.weight + self.offset if self.offset else self.weight
 
@@ -48,27 +45,32 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """x / rms(x), arXiv 1910.07467; statistics in fp32."""
 
+    facts = Facts()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
+        dtype, y = self.weight.dtype if self.narrows else x.dtype, x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(self.dtype(x))
-        y = self.gain() * y.to(self.dtype(x))
+            return (y if self.bias is None else y + self.bias.float()).to(dtype)
+        y = (self.weight + self.offset if self.offset else self.weight) * y.to(dtype)
         return y if self.bias is None else y + self.bias
 
 
 class LayerNorm(Norm):
     """(x - mean) / std, arXiv 1607.06450."""
 
+    facts = Facts()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1 and not self.in_fp32 and not self.narrows:
             return F.layer_norm(x, self.weight.shape, self.gain(), self.bias, self.eps)
+        dtype = self.weight.dtype if self.narrows else x.dtype
         y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(self.dtype(x))
-        y = self.gain() * y.to(self.dtype(x))
+            return (y if self.bias is None else y + self.bias.float()).to(dtype)
+        y = self.gain() * y.to(dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -102,10 +104,47 @@ def norm(
 
 
 class NormSlots(nn.Module):
-    """The three places around a branch. `print(model)` shows which of them the placement fills."""
+    """What stands around a branch f of the residual stream: x becomes out(x + residual(post(f(pre(x))))).
+
+    `print(model)` shows which of the three places for a norm the placement fills; `residual` holds dropout and a scale.
+    """
 
     def __init__(self, config: LlmArchConfig, slots: set[str]):
         super().__init__()
-        self.pre: Map = norm(config) if "pre" in slots else unchanged
-        self.post: Map = norm(config) if "post" in slots else unchanged
-        self.out: Map = norm(config) if "out" in slots else unchanged
+        self.pre: TensorFn = norm(config) if "pre" in slots else identity
+        self.post: TensorFn = norm(config) if "post" in slots else identity
+        self.out: TensorFn = norm(config) if "out" in slots else identity
+        scale = Scale(config.residual_scale) if config.residual_scale != 1.0 else None
+        self.residual = in_sequence(dropout(config.hidden_dropout), scale)
+
+    def after(self, branch: torch.Tensor) -> torch.Tensor:
+        """The branch's output `(B, T, C)` as it is added to the stream."""
+        return self.residual(self.post(branch))
+
+    def join(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        """The stream `(B, T, C)` behind the branch, given the stream before it and the branch's output."""
+        return self.out(x + self.after(branch))
+
+
+class BoundedSlots(NormSlots):
+    """The stream behind the branch is bounded, in fp16 alone, to what fp16 holds with room for another branch."""
+
+    limit = torch.finfo(torch.float16).max - 1000
+
+    def join(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        x = super().join(x, branch)
+        return x.clamp(-self.limit, self.limit) if x.dtype == torch.float16 else x
+
+
+class PreNorm(NormSlots):
+    """Nothing stands behind the branch, as in most decoders: they are spared the calls."""
+
+    join = staticmethod(torch.add)  # type: ignore[assignment]
+
+
+def norm_slots(config: LlmArchConfig, slots: set[str], ends_layer: bool = False) -> NormSlots:
+    """The norms around a branch, in these slots; `ends_layer` says whether it is the last of its layer."""
+    if config.fp16_clamp == "branch" or (config.fp16_clamp == "layer" and ends_layer):
+        return BoundedSlots(config, slots)
+    ends_bare = slots <= {"pre"} and not config.hidden_dropout and config.residual_scale == 1.0
+    return (PreNorm if ends_bare else NormSlots)(config, slots)

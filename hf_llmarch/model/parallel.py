@@ -1,77 +1,73 @@
-"""Which module is cut how across devices, in the host's style names, for the modules that a config's model has.
+"""How the modules of a config's model are cut across devices, in transformers' names of styles.
 
-A plan is made from the config: an entry without a module is an error there, and a module cut wrongly is wrong numbers.
-What depends on how many devices there are besides is fitted when a model is spread over them.
+A plan is made from the config. Transformers refuses a plan that names a module the model does not have, and a module
+that is cut in the wrong way gives wrong numbers. What depends on the number of devices is settled when a model is
+spread over them.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attention import Attention, ScoredAttention
+from .attention import Attention, CrossAttention, ScoredAttention
+from .backends import AROUND, demands
+from .block import ATTENTIONS
 from .compat import EP_DISPATCHES
 from .configuration_llmarch import LlmArchConfig
+from .declarations import SHARED, Feature, facts
 
 COLUMNS_THEN_ROWS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
-# A parameter that every device has whole and uses for its own part alone, of whose gradient it sees a part.
-SHARED = "replicated_with_grad_allreduce"
+# What each form of parallelism honours. A part that declares no facts is cut by none of them.
+DECLARED = frozenset(Feature) - {Feature.UNDECLARED}
+# Tensor parallel: attention that is cut by heads. Attention with another demand stays whole.
+BY_HEADS = (AROUND - {Feature.ALL_HEADS}) | {Feature.SOFT_CAP, Feature.CHUNKS}
+# Pipeline: transformers sends hidden states to the next stage as if they were embeddings, and keeps `embed_tokens`,
+# `layers`, `norm` and `lm_head` alone apart. Whatever else stands before the first layer or after the last one would
+# act once in each stage.
+PIPELINE = (AROUND - {Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.BEFORE_LAYERS, Feature.AFTER_LAYERS}) | {
+    *(Feature.SOFT_CAP, Feature.SINKS, Feature.SCORE_BIAS, Feature.CHUNKS),
+}
+# Context parallel: each device sees a part of a text, no mask, and nothing that is added to scores.
+CONTEXT = AROUND - {Feature.WINDOWS, Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.WHOLE_ROWS}
+# The options of transformers' `DistributedConfig` that are refused where their form does not honour a demand.
+FORMS: dict[str, tuple[str, frozenset[Feature]]] = {
+    "tp_size": ("tensor parallelism", DECLARED),
+    "ep_size": ("expert parallelism", DECLARED),
+    "pp_size": ("pipeline", PIPELINE),
+}
 
 
 # -- tensor parallel -------------------------------------------------------------------------------------------------
 
 
 def tensor_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
-    """Attention by heads and feed-forwards by inner width.
+    """Attention by heads, as its class declares, and feed-forwards by inner width.
 
-    Left whole, hence computed on every device: attention whose parts hold numbers for all heads together (sinks, norms
-    over the projection or by head, and biases of ALiBi and T5), and packed experts with biases.
+    Some parts stay whole, hence are computed on every device: attention with numbers that belong to all heads together
+    (sinks, norms over the projection or with a weight per head, biases of scores), and packed experts with biases.
     """
-    plan: dict[str, str] = {}
     layers = config.layer_configs()
-    latent = [layer.attention_kind == "mla" for layer in layers]
-    if all(splits_by_heads(layer) and not adds_to_scores(layer) for layer in layers):
-        if not any(latent):
-            plan |= attention_plan("layers.*.self_attn", layers)
-        elif all(latent):
-            plan |= latent_plan(config, layers)
-    if config.topology == "encoder-decoder" and all(splits_by_heads(layer) for layer in layers):
-        plan |= attention_plan("layers.*.cross_attn", layers)
+    asked = demands(config)
+    kinds = {ATTENTIONS[layer.attention_kind] for layer in layers}
+    plan: dict[str, str] = {}
+    # A plan says the same for all layers, so their attentions must be of one class.
+    if len(kinds) == 1 and BY_HEADS.issuperset(demand.feature for demand in asked):
+        plan |= within("layers.*.self_attn", facts(kinds.pop()).tensor_plan(config, layers))
+    # Positions are the business of self-attention alone.
+    asked = tuple(demand for demand in asked if demand.field != "position_encoding")
+    if config.topology == "encoder-decoder" and BY_HEADS.issuperset(demand.feature for demand in asked):
+        plan |= within("layers.*.cross_attn", facts(CrossAttention).tensor_plan(config, layers))
     return plan | feed_forward_plan(config)
 
 
-def splits_by_heads(layer: LlmArchConfig) -> bool:
-    return layer.qk_norm in ("none", "head") and not layer.attention_sinks
-
-
-def adds_to_scores(layer: LlmArchConfig) -> bool:
-    return layer.position_encoding in ("alibi", "relative_bias")
-
-
-def attention_plan(module: str, layers: list[LlmArchConfig]) -> dict[str, str]:
-    plan = {f"{module}.{name}_proj": "colwise" for name in "qkv"} | {f"{module}.o_proj": "rowwise"}
-    if any(layer.qk_norm == "head" for layer in layers):
-        plan |= {f"{module}.{name}_norm": SHARED for name in "qk"}
-    return plan
-
-
-def latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
-    """Queries and expanded keys and values by heads; every device makes, and caches, the whole latent.
-
-    The host's style for it reads the width of the rotated part from the one config of the whole model.
-    """
-    rotated = {layer.qk_rope_head_dim for layer in layers}
-    if len(rotated) > 1 or "qk_rope_head_dim" in (config.source_stack or {}):
-        return {}
-    queries = {"q_proj" if layer.q_lora_rank is None else "q_b_proj" for layer in layers}
-    cut = {**dict.fromkeys((*queries, "kv_b_proj"), "colwise"), "o_proj": "rowwise"}
-    plan = {f"layers.*.self_attn.{name}": style for name, style in cut.items()}
-    return {**plan, "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"}
+def within(module: str, plan: dict[str, str]) -> dict[str, str]:
+    """A plan of submodules as one of the whole model."""
+    return {f"{module}.{name}": style for name, style in plan.items()}
 
 
 def feed_forward_plan(config: LlmArchConfig) -> dict[str, str]:
@@ -132,23 +128,10 @@ def expert_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
 
 # -- pipeline --------------------------------------------------------------------------------------------------------
 
-# What keeps a model from being cut between its layers. The host sends hidden states to the next stage as if they were
-# embeddings, and keeps `embed_tokens`, `layers`, `norm` and `lm_head` alone apart: what else stands before the first
-# layer or after the last one would act once a stage.
-ONE_PIECE: dict[str, Callable[[LlmArchConfig], bool]] = {
-    "topology": lambda c: c.topology != "decoder",
-    "position_encoding": lambda c: c.position_encoding in ("learned", "sinusoidal"),
-    "type_vocab_size": lambda c: bool(c.type_vocab_size),
-    "embedding_size": lambda c: c.embedding_size is not None,
-    "embedding_norm": lambda c: c.embedding_norm,
-    "embedding_dropout": lambda c: c.embedding_dropout > 0,
-    "final_dropout": lambda c: c.final_dropout > 0,
-}
-
 
 def pipeline_plan(config: LlmArchConfig) -> dict[str, tuple[list[str], list[str]]]:
     """The stages' inputs and outputs, as native decoders state them; nothing for what has to stay in one piece."""
-    if any(holds(config) for holds in ONE_PIECE.values()):
+    if not PIPELINE.issuperset(demand.feature for demand in demands(config)):
         return {}
     stages = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
@@ -159,11 +142,10 @@ def pipeline_plan(config: LlmArchConfig) -> dict[str, tuple[list[str], list[str]
 
 # -- context parallel ------------------------------------------------------------------------------------------------
 
-# Of `attention.DEMANDS`, what is wrong where each device sees a part of a text alone, and no mask.
-WHOLE_TEXTS = {
-    *("attn_logit_softcapping", "attention_sinks", "position_encoding", "rope_parameters"),
-    *("capacity_factor", "expert_capacity", "router_type"),
-}
+
+def supports_context(config: LlmArchConfig) -> bool:
+    """Whether texts can be cut across devices, each of which then sees a part of a text, and no mask."""
+    return CONTEXT.issuperset(demand.feature for demand in demands(config))
 
 
 # -- fitting a model to its devices ----------------------------------------------------------------------------------
@@ -172,14 +154,21 @@ WHOLE_TEXTS = {
 def refuse_sizes(config: LlmArchConfig, sizes: Any) -> None:
     """
     Args:
-        sizes: the host's `DistributedConfig`.
+        sizes: transformers' `DistributedConfig`.
 
     Raises:
         ValueError: for a layout that would give other numbers, naming the switches that it does not go with.
     """
-    if (getattr(sizes, "pp_size", None) or 1) > 1 and not pipeline_plan(config):
-        found = ", ".join(f"{name}={getattr(config, name)!r}" for name, holds in ONE_PIECE.items() if holds(config))
-        raise ValueError(f"pp_size={sizes.pp_size}: no pipeline with {found}. Use tp_size or fsdp_size instead.")
+    asked = demands(config)
+    for option, (form, honoured) in FORMS.items():
+        size = getattr(sizes, option, None) or 1
+        lacking = [demand for demand in asked if demand.feature not in honoured]
+        if size > 1 and lacking:
+            found = ", ".join(f"{demand.field}={demand.value!r}" for demand in lacking)
+            raise ValueError(
+                f"{option}={size}: no {form} with {found}. {lacking[0].reason} Use another form of parallelism, for "
+                "example fsdp_size."
+            )
     for layer in config.layer_configs():
         bound = layer.capacity_factor if layer.expert_capacity is None else layer.expert_capacity
         if getattr(sizes, "enable_expert_parallel", False) and bound is not None and not EP_DISPATCHES:
@@ -193,7 +182,7 @@ def keep_whole(model: Any, size: int) -> list[Attention]:
     """Take keys and values out of a model's plan where their heads cannot be split over `size` devices.
 
     Returns:
-        the attentions of these: each device makes all their keys and values, and picks its own by `pick_heads`.
+        the attentions concerned. Each device computes all their keys and values, and `pick_heads` keeps those it needs.
 
     Raises:
         ValueError: where the query heads cannot be split either.
@@ -218,12 +207,14 @@ def keep_whole(model: Any, size: int) -> list[Attention]:
 
 
 def pick_heads(attention: Attention, mesh: Any) -> None:
-    """Let an attention of which this device has a part of the query heads keep, of all keys and values, the heads that
-    these read."""
+    """Make an attention keep only those heads of its keys and values that its query heads on this device read.
+
+    The device computes all keys and values, but only a part of the query heads.
+    """
     layer = attention.config.layer(attention.layer_idx)
     heads, groups = layer.num_attention_heads // mesh.size(), attention.num_key_value_groups
     read = [head // groups for head in range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)]
-    # Query heads share keys evenly, as attention implementations want it: a key head is there twice if need be.
+    # Attention implementations want each key head to serve the same number of query heads, so one may stand twice.
     attention.num_key_value_groups = gcd(*Counter(read).values())
     picks = torch.tensor(read[:: attention.num_key_value_groups])
 
@@ -236,17 +227,7 @@ def pick_heads(attention: Attention, mesh: Any) -> None:
 
 
 def whole_gradient(x: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The same numbers on every device of the mesh; of what comes back, of which each has a part, the sum."""
+    """The same tensor, with a gradient that is summed over the mesh: each device computes only a part of it."""
     from torch.distributed.tensor import DTensor, Partial, Replicate  # not in every build of torch
 
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-
-
-def own_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """A projection's weight as a plain matrix, or this device's rows of one that is cut by rows; None for what is no
-    such matrix, as a quantised one. For inference: a gradient would be of one device's part."""
-    if type(weight) is nn.Parameter:
-        return weight
-    placements: Any = getattr(weight, "placements", None)
-    by_rows = placements is not None and all(placement.is_shard(0) for placement in placements)
-    return None if torch.is_grad_enabled() or not by_rows else weight.to_local()  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from transformers.utils import is_tracing
 
 from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig, PositionEncoding
+from .declarations import Facts, Feature
 
 # What `prepare` returns: for each layer type, or layer index, the keyword arguments its layers get.
 State = dict[str | int, dict[str, Any]]
@@ -27,7 +28,9 @@ Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch
 
 
 class Positions(Fp32Buffers):
-    """No position encoding: what there is of order comes from the causal mask."""
+    """No position encoding: order enters through the causal mask alone."""
+
+    facts = Facts()
 
     def __init__(self, config: LlmArchConfig):
         super().__init__()
@@ -57,7 +60,9 @@ def no_rotation(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Ten
 
 
 class LearnedPositions(Positions, nn.Embedding):
-    """A learned row a position; the table has `position_offset` rows before position 0."""
+    """A learned row for each position; the table has `position_offset` rows before position 0."""
+
+    facts = Facts(asks=(Feature.BEFORE_LAYERS,))
 
     def __init__(self, config: LlmArchConfig):
         width = config.embedding_size or config.hidden_size
@@ -73,6 +78,8 @@ class SinusoidalPositions(Positions):
 
     With an endpoint it is 10000^(i/(C/2 - 1)), so that the slowest wave has the full 10000 (tensor2tensor).
     """
+
+    facts = Facts(asks=(Feature.BEFORE_LAYERS,))
 
     inv_freq: torch.Tensor
 
@@ -107,7 +114,8 @@ class SinusoidalPositions(Positions):
 def rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (i, i + R/2), as LLaMA and GPT-NeoX lay them out."""
     cos, sin = state
-    return torch.addcmul(q * cos, _swap_halves(q), sin), torch.addcmul(k * cos, _swap_halves(k), sin)
+    half = cos.shape[-1] // 2
+    return torch.addcmul(q * cos, q.roll(half, -1), sin), torch.addcmul(k * cos, k.roll(half, -1), sin)
 
 
 def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,11 +125,6 @@ def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[tor
 
 
 # A pair (x, y) turns into (x cos - y sin, y cos + x sin): the state's sin comes with these signs.
-
-
-def _swap_halves(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1)
 
 
 def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
@@ -136,9 +139,10 @@ def rotate_part(q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation) 
 
 
 class RopeView:
-    """The few attributes that the host's frequency functions read, for one layer type.
+    """The few attributes that transformers' frequency functions read, for one layer type.
 
-    They would take `head_dim` for the rotated width, which for MLA is `qk_rope_head_dim`, and look for flat parameters.
+    Given the config, those functions would take `head_dim` for the rotated width, which for MLA is `qk_rope_head_dim`,
+    and look for flat parameters.
     """
 
     def __init__(self, config: LlmArchConfig, parameters: dict[str, Any]):
@@ -170,7 +174,7 @@ def ntk_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[tor
     return default_frequencies(view, device)
 
 
-# The host lacks these two; its own table has linear, dynamic, yarn, longrope and llama3.
+# Transformers lacks these two; its own table has linear, dynamic, yarn, longrope and llama3.
 ROPE_FREQUENCIES: dict[str, Callable[..., tuple[torch.Tensor, float]]] = {
     **ROPE_INIT_FUNCTIONS,
     "default": default_frequencies,
@@ -186,7 +190,7 @@ class RotaryEmbedding(Fp32Buffers):
 
     def __init__(self, config: LlmArchConfig, parameters: dict[str, Any]):
         super().__init__()
-        # The names are those that the host's `dynamic_rope_update` works on.
+        # The names are those that transformers' `dynamic_rope_update` works on.
         self.config = RopeView(config, parameters)
         self.rope_type = parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
@@ -221,7 +225,7 @@ class DynamicRotaryEmbedding(RotaryEmbedding):
     """Dynamic NTK: frequencies that depend on the length of the text at hand, and on no earlier one."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The host keeps the frequencies of the longest text so far, and a shorter one would get them too.
+        # Transformers keeps the frequencies of the longest text so far, and a shorter one would get them too.
         self.max_seq_len_cached = self.original_max_seq_len
         self.inv_freq.copy_(self.original_inv_freq)
         return super().forward(x, position_ids)
@@ -233,6 +237,8 @@ def rotary(layer: LlmArchConfig, parameters: dict[str, Any]) -> RotaryEmbedding:
 
 class RotaryPositions(Positions):
     """RoPE, arXiv 2104.09864, with parameters that may differ between layer types."""
+
+    facts = Facts()
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
@@ -299,7 +305,9 @@ class ScoreBias(Positions):
 
 
 class AlibiPositions(ScoreBias):
-    """-slope * distance, arXiv 2108.12409: closer keys score higher, at a rate of each head's own."""
+    """-slope * distance, arXiv 2108.12409: closer keys score higher, and each head has a slope of its own."""
+
+    facts = Facts(asks=(Feature.SCORE_BIAS,))
 
     slopes: torch.Tensor
 
@@ -382,7 +390,10 @@ def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:
 
 
 class RelativeBias(ScoreBias):
-    """T5's learned bias a head and a bucket of distances, for all layers or a layer, arXiv 1910.10683."""
+    """T5's learned bias for each head and each bucket of distances, arXiv 1910.10683; one table serves all layers, or
+    each layer has its own."""
+
+    facts = Facts(asks=(Feature.SCORE_BIAS,))
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from hf_llmarch.model.experts import ExpertChoiceRouter, Router, SparseFeedForward
+from hf_llmarch.model.experts import SparseFeedForward
+from hf_llmarch.model.routing import ExpertChoiceRouter, Router
 
 logger = logging.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from hf_llmarch.model.parallel import ONE_PIECE, pipeline_plan, refuse_sizes
+from hf_llmarch.model.parallel import pipeline_plan, refuse_sizes
 from tests.tiny import HEADS, MIXED, MLA, MOE, STACKS, TOLERANCES, assert_close, redraw, text, tiny_config, variants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -307,7 +307,7 @@ ONE_PIECE_EXAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ONE_PIECE)
+@pytest.mark.parametrize("name", ONE_PIECE_EXAMPLES)
 def test_what_stays_in_one_piece(name: str) -> None:
     config = tiny_config(**ONE_PIECE_EXAMPLES[name])
     assert not pipeline_plan(config)
