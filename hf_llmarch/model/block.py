@@ -41,6 +41,8 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
         layer = config.layer(layer_idx)
+        # What the model's config must go on saying of the place where the layer stands.
+        self.layer_type, self.has_position = layer.layer_types[layer_idx], layer_idx not in (layer.nope_layers or ())
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
         self.mlp = feed_forward(config, layer_idx)
         attn_slots, mlp_slots = self.slots(layer)

@@ -674,6 +674,38 @@ class LlmArchConfig(
         config.dtype = self.dtype
         return config
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in transformers. Fields that speak of each layer follow `num_hidden_layers`, and grow back with it: early
+        exit sets fewer layers for a while. New layers are as the others, where these are alike.
+
+        Raises:
+            ValueError: where new layers are to follow some that differ.
+        """
+        lists = self._lists_of_layers(value) if name == "num_hidden_layers" else {}
+        super().__setattr__(name, value)
+        for field_name, (kept, cut_off) in lists.items():
+            super().__setattr__(field_name, kept)
+            super().__setattr__("_cut_off", {**self.__dict__.get("_cut_off", {}), field_name: cut_off})
+        if name in LISTS_OF_LAYERS:
+            self.__dict__.get("_cut_off", {}).pop(name, None)
+
+    def _lists_of_layers(self, layers: int) -> dict[str, tuple[list[Any], list[Any]]]:
+        """The fields that speak of each layer, for another number of layers: what is kept and what is cut off."""
+        lists, cut_off = {}, self.__dict__.get("_cut_off", {})
+        for name in LISTS_OF_LAYERS:
+            known = self.__dict__.get(name)
+            if known is None:
+                continue
+            whole = [*known, *cut_off.get(name, ())]
+            if name == "nope_layers":
+                lists[name] = [i for i in whole if i < layers], [i for i in whole if i >= layers]
+                continue
+            if len(whole) < layers and len(set(whole)) > 1:
+                raise ValueError(f"num_hidden_layers={layers}: set {name} first, with an entry for each layer.")
+            whole += whole[-1:] * (layers - len(whole))
+            lists[name] = whole[:layers], whole[layers:]
+        return lists
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
         """As in transformers, also for `from_pretrained(folder, switch=value)`: switches given beside a saved config
@@ -712,6 +744,7 @@ class LlmArchConfig(
         """As in transformers, without the plan that a model has set: it follows from the switches."""
         values = super().to_dict()
         values.pop("base_model_ep_plan", None)
+        values.pop("_cut_off", None)
         return values
 
     @property
@@ -876,6 +909,8 @@ TOPOLOGY_CHANGES: dict[Topology, str] = {
     "decoder": "a token now sees only those before it.",
     "encoder-decoder": "the encoder and the cross-attention are new, and begin with fresh weights.",
 }
+
+LISTS_OF_LAYERS = ("layer_types", "mlp_layer_types", "nope_layers")
 
 ROPE_SPELLINGS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
 

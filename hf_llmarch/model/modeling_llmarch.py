@@ -105,6 +105,19 @@ def _by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor |
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
 
 
+def _refuse_moved(i: int, layer: Any, kind: str, has_position: bool) -> None:
+    """
+    Raises:
+        ValueError: for a layer that was made for another place, among layers that differ.
+    """
+    made = f"layer_type={layer.layer_type!r}, has_position={layer.has_position}"
+    raise ValueError(
+        f"layers[{i}] was made with {made}, and by the config the layer at this place has {kind!r}, {has_position}. "
+        "After moving layers, set config.layer_types, and config.nope_layers where there are any, to what the layers "
+        "are, in their order."
+    )
+
+
 def _two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
     """The outputs of an encoder and of the decoder that has read it, under transformers' names for both."""
     routed = "router_logits" in encoded or "router_logits" in decoded
@@ -355,14 +368,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_norm = in_sequence(norm(config, width) if config.embedding_norm else None)
         self.embed_dropout = in_sequence(dropout(config.embedding_dropout))
         self.embed_projection = in_sequence(Linear(width, config.hidden_size) if config.embedding_size else None)
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
-        self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
+        self.runs_in_a_row = config.num_hidden_layers // (config.layer_groups or config.num_hidden_layers)
+        self.layers = nn.ModuleList(block(config, i) for i in range(0, config.num_hidden_layers, self.runs_in_a_row))
         # Only classes that this model has: accelerate raises for one that it does not find.
         self._no_split_modules = {type(layer).__name__ for layer in self.layers}
         self.norm = in_sequence(norm(config) if config.final_norm else None)
         self.final_dropout = in_sequence(dropout(config.final_dropout))
         self.pooler = Pooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
-        self.without_position = set(config.nope_layers or ())
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
         if self.encoder is not None and config.share_source_embeddings:
             self._tied_weights_keys = {"encoder.embed_tokens.weight": "embed_tokens.weight"}
@@ -483,11 +495,20 @@ class LlmArchModel(LlmArchPreTrainedModel):
         # Passed by position, as is a bias: reentrant checkpoints carry gradients of positional arguments only.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
         shared = cast(AttentionInputs, {"position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs})
-        for i, kind in enumerate(self.config.layer_types):
-            placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
-            bias = placed.pop("position_bias", None)
+        without_position = self.config.nope_layers or ()
+        # Both may have been cut or extended since: `layers` by whoever studies them, the config by early exit.
+        for i, kind in enumerate(self.config.layer_types[: len(self.layers) * self.runs_in_a_row]):
             layer = self.layers[i // self.runs_in_a_row]
-            x = layer(x, bias, *source, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
+            has_position = i not in without_position
+            if (
+                getattr(layer, "layer_type", kind) != kind
+                or getattr(layer, "has_position", has_position) != has_position
+            ):
+                _refuse_moved(i, layer, kind, has_position)
+            placed = dict(state.get(i, state.get(kind, {}))) if has_position else {}
+            bias = placed.pop("position_bias", None)
+            tensors = () if bias is None and not source else (bias, *source)
+            x = layer(x, *tensors, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
