@@ -4,15 +4,21 @@ import copy
 import dataclasses
 import json
 import logging
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.conversion.entries import Field
+from hf_llmarch.conversion.families import families
 from hf_llmarch.model import configuration_llmarch as configuration
 from hf_llmarch.model.attention import QK_NORM_SHAPES
 from hf_llmarch.model.block import ATTENTIONS, BLOCKS
@@ -98,6 +104,103 @@ def test_json_numbers_are_numbers() -> None:
 def test_near_misses_are_refused_with_the_name_that_was_meant(typo: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"Unknown field '{typo}'. Did you mean '{meant}'"):
         tiny_config(**{typo: 1})
+
+
+def names_of_others() -> dict[str, set[str]]:
+    """What the configs of transformers call fields of ours: by the conversion's tables, and by their own."""
+    ours = {f.name for f in LlmArchConfig.switches()}
+    found: dict[str, set[str]] = {}
+    for name, family in families().items():
+        for entry in family.config:
+            if isinstance(entry, Field):
+                found.setdefault(entry.name, set()).update(entry.ours)
+        for general, theirs in (CONFIG_MAPPING[name].attribute_map if name in CONFIG_MAPPING else {}).items():
+            found.setdefault(theirs, set()).update({general} & ours)
+    return {name: meant for name, meant in found.items() if meant and name not in ours}
+
+
+@pytest.mark.parametrize(("name", "meant"), names_of_others().items(), ids=names_of_others())
+def test_names_of_other_configs_are_refused_with_ours(name: str, meant: set[str]) -> None:
+    with pytest.raises(ValueError, match=f"Unknown field '{name}'. Did you mean ") as told:
+        tiny_config(**{name: 7})
+    assert meant & set(re.findall(r"'(\w+)'", str(told.value)))
+    with pytest.raises(ValueError, match=f"Unknown field '{name}'. Did you mean "):
+        setattr(tiny_config(), name, 7)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("num_kv_heads", "num_key_value_heads"), ("n_embd", "hidden_size")])
+def test_a_name_that_is_not_near_is_understood(name: str, meant: str) -> None:
+    assert f"Did you mean '{meant}'" in refusal(**{name: 3})
+
+
+def test_other_names_of_the_same_value_say_nothing_new(tmp_path: Path) -> None:
+    """Tools switch dropout off by the names of BERT and GPT-2, on configs of any model."""
+    config = tiny_config(n_embd=48, hidden_dropout_prob=0.0)
+    config.attn_pdrop = config.hidden_dropout_prob = 0.0
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).hidden_dropout == 0.0
+    assert not {"n_embd", "attn_pdrop", "hidden_dropout_prob"} & set(json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(ValueError, match="Did you mean 'hidden_dropout'"):
+        config.hidden_dropout_prob = 0.1
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "head_act", "classifier_act"])
+def test_an_unknown_activation_is_refused_by_the_config(field: str) -> None:
+    switches = {"topology": "encoder", "lm_head_transform": True, "classifier_dense": True}
+    assert f"{field}='silo' is not one of" in refusal(**switches, **{field: "silo"})
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("nom_type", "norm_type"), ("hidden_sise", "hidden_size")])
+def test_a_near_miss_is_not_set(typo: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"Unknown field '{typo}'. Did you mean '{meant}'"):
+        setattr(tiny_config(), typo, 1)
+
+
+# -- the config of a model --------------------------------------------------------------------------------------------
+
+
+def models() -> dict[str, Any]:
+    model = LlmArchForCausalLM(tiny_config())
+    return {"built": model, "copied": copy.deepcopy(model), "pickled": pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("model", models().values(), ids=models())
+def test_a_switch_that_the_model_has_read_is_not_set(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"norm_placement=.sandwich. would change nothing.*from_pretrained"):
+        model.config.norm_placement = "sandwich"
+    assert model.config.norm_placement == "pre"
+    model.config.norm_placement = "pre"  # vLLM writes back what it has read
+    # The ways that the message names.
+    of_a_copy = LlmArchConfig.from_dict(model.config.to_dict(), norm_placement="sandwich")
+    assert len(LlmArchForCausalLM(of_a_copy).state_dict()) > len(model.state_dict())
+    model.save_pretrained(tmp_path)
+    assert LlmArchForCausalLM.from_pretrained(tmp_path, norm_placement="sandwich").config.norm_placement == "sandwich"
+    copied = copy.deepcopy(model.config)
+    copied.norm_placement = "sandwich"
+    model.config.restate(norm_placement="sandwich")
+    assert model.config.to_dict() == copied.to_dict()
+    with pytest.raises(ValueError, match="'nom_type' is no switch"):
+        model.config.restate(nom_type="rmsnorm")
+
+
+def test_what_tools_set_on_the_config_of_a_model_is_set() -> None:
+    model = LlmArchForCausalLM(tiny_config(num_experts=4))
+    told: dict[str, Any] = {
+        **{"use_cache": False, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": [3, 4]},
+        **{"output_hidden_states": True, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+        **{"tie_word_embeddings": True, "vocab_size": 101, "num_hidden_layers": 2, "max_position_embeddings": 128},
+        **{"dtype": torch.bfloat16, "torch_dtype": torch.float32, "return_dict": False, "problem_type": "regression"},
+        **{"_attn_implementation": "eager", "name_or_path": "x", "architectures": ["X"], "num_labels": 5},
+        **{"pretraining_tp": 1, "quantization_config": None, "max_length": 7, "is_causal": False, "_name_or_path": "y"},
+        **{"intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 40},
+        **{"mtp_layer_types": None, "is_decoder": True, "id2label": {0: "a"}, "unsloth_version": "1", "some_tool": 1},
+    }
+    for name, value in told.items():
+        setattr(model.config, name, value)
+        if name != "num_labels":
+            assert getattr(model.config, name) == value
+    model = LlmArchForCausalLM(tiny_config())
+    assert model.resize_token_embeddings(105).weight.shape[0] == model.config.vocab_size == 105
 
 
 def test_other_unknown_names_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

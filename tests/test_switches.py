@@ -376,7 +376,7 @@ def test_positions_follow_the_mask(switches: dict[str, Any], topology: str) -> N
     """Tokens that a mask keeps are what they would be were the others not there."""
     model = tiny_stack(**switches, topology=topology, positions_follow_mask=True)
     if "sliding_window" in switches:
-        model.config.sliding_window = 2 * TEXT_LENGTH  # a window counts the masked tokens as well
+        model.config.restate(sliding_window=2 * TEXT_LENGTH)  # a window counts the masked tokens as well
     ids, mask = text(), torch.ones_like(text())
     mask[0, :4] = mask[0, 9] = mask[1, 3:8] = mask[1, 12] = 0
     expected = [model(row[kept.bool()][None]).logits[0] for row, kept in zip(ids, mask, strict=True)]
@@ -405,8 +405,3 @@ def test_decoder_start_token_begins_what_labels_become() -> None:
     assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[7, 5, 6], [7, 9, 0]]
     model.config.wrap_decoder_start = True
     assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[8, 5, 6], [9, 9, 0]]
-
-
-def test_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="hidden_act='siluu'"):
-        LlmArchForCausalLM(tiny_config(hidden_act="siluu"))

@@ -20,13 +20,16 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, get_args
+from weakref import WeakValueDictionary
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import logging
 
 from .declarations import Condition, Feature, Number, Switch, differs, equals
+from .synonyms import SYNONYMS
 
 logger = logging.get_logger(__name__)
 
@@ -112,21 +115,21 @@ def logit_scale_asks(config: "LlmArchConfig") -> Feature | None:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SizeSwitches:
-    vocab_size: int = model_switch(32000, above=0)
+    vocab_size: int = model_switch(32000, above=0, live=True)
     """Rows of the token embedding and of the output head."""
 
-    hidden_size: int = model_switch(512, above=0)
+    hidden_size: int = model_switch(512, above=0, live=True)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = model_switch(8, above=0)
+    num_hidden_layers: int = model_switch(8, above=0, live=True)
     """Number of blocks."""
 
-    intermediate_size: FilledInt = switch(None, above=0, follows=("hidden_size", "ffn_type"))
+    intermediate_size: FilledInt = switch(None, above=0, follows=("hidden_size", "ffn_type"), live=True)
     """Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to
     `ffn_multiple_of` for `glu`, so that both have about the same number of parameters.
     """
 
-    max_position_embeddings: int = model_switch(2048, above=0)
+    max_position_embeddings: int = model_switch(2048, above=0, live=True)
     """Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."""
 
     topology: Topology = model_switch("decoder", asks=topology_asks)
@@ -150,14 +153,14 @@ class AttentionSwitches:
     """
 
     num_attention_heads: int = switch(
-        8, per_layer=equals("position_encoding", "none", "sinusoidal", "learned", "rope"), above=0
+        8, per_layer=equals("position_encoding", "none", "sinusoidal", "learned", "rope"), above=0, live=True
     )
     """Number of query heads."""
 
-    num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",))
+    num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",), live=True)
     """Number of key and value heads. None: as many as query heads (1 for `mqa`)."""
 
-    head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"))
+    head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"), live=True)
     """Width of a head. None: hidden_size / num_attention_heads."""
 
     v_head_dim: FilledInt = switch(None, above=0)
@@ -229,7 +232,7 @@ class AttentionSwitches:
     attention_chunk_size: int | None = model_switch(None, above=0, asks=Feature.CHUNKS)
     """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
 
-    layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",))
+    layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",), live=True)
     """One of `full_attention`, `sliding_attention`, `chunked_attention` for each layer. None: sliding when
     `sliding_window` is set, chunked when `attention_chunk_size` is, else full.
     """
@@ -252,7 +255,7 @@ class PositionSwitches:
     """Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."""
 
     nope_layers: list[int] | None = model_switch(
-        None, needs=differs("position_encoding", "none", "sinusoidal", "learned")
+        None, needs=differs("position_encoding", "none", "sinusoidal", "learned"), live=True
     )
     """Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."""
 
@@ -269,7 +272,7 @@ class PositionSwitches:
     """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
 
     positions_follow_mask: bool = model_switch(
-        False, needs=equals("position_encoding", "learned", "sinusoidal", "alibi")
+        False, needs=equals("position_encoding", "learned", "sinusoidal", "alibi"), live=True
     )
     """Positions that are not given count the tokens that `attention_mask` keeps: a learned or sinusoidal table's, where
     a masked token has -1 (OPT), or ALiBi's distances (BLOOM). Else they count every token.
@@ -320,13 +323,13 @@ class FeedForwardSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
-    num_experts: int | None = model_switch(None, above=0)
+    num_experts: int | None = model_switch(None, above=0, live=True)
     """Experts of a sparse layer. None: every feed-forward is dense."""
 
     num_experts_per_tok: int = expert_switch(2)
     """Experts a token is sent to (expert choice: on average)."""
 
-    moe_intermediate_size: int | None = expert_switch(None, above=0)
+    moe_intermediate_size: int | None = expert_switch(None, above=0, live=True)
     """Inner width of one expert. None: `intermediate_size`."""
 
     num_shared_experts: int = expert_switch(0, least=0)
@@ -338,7 +341,7 @@ class ExpertSwitches:
     shared_expert_gate: bool = expert_switch(False)
     """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
 
-    mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",))
+    mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",), live=True)
     """`dense` or `sparse` for each layer. None: all sparse if there are experts."""
 
     router_type: RouterType = expert_switch("top_k")
@@ -378,15 +381,15 @@ class ExpertSwitches:
     2408.15664).
     """
 
-    router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
+    router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True, live=True)
     """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
 
-    router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True)
+    router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True, live=True)
     """Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is
     split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).
     """
 
-    router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
+    router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True, live=True)
     """Weight of the router z-loss in training (arXiv 2202.08906)."""
 
     router_jitter_noise: Number = expert_switch(0.0, least=0)
@@ -487,7 +490,7 @@ class EndSwitches:
     type_vocab_size: int = model_switch(0, least=0, asks=Feature.BEFORE_LAYERS)
     """Rows of a token-type (segment) embedding; 0: none."""
 
-    tie_word_embeddings: bool = model_switch(False)
+    tie_word_embeddings: bool = model_switch(False, live=True)
     """The output head is the embedding's transpose (arXiv 1608.05859)."""
 
     lm_head_bias: bool = model_switch(False, read_by=VOCABULARY)
@@ -505,7 +508,7 @@ class EndSwitches:
     pooler: bool = model_switch(False, needs=equals("topology", "encoder"))
     """Encoder: a dense layer with tanh on the first token (BERT)."""
 
-    classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,))
+    classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,), live=True)
     """What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, the
     text's last end token (BART).
     """
@@ -542,30 +545,30 @@ class EndSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class TrainingSwitches:
-    initializer_range: Number = model_switch(0.02, least=0)
+    initializer_range: Number = model_switch(0.02, least=0, live=True)
     """Standard deviation of fresh weights."""
 
-    use_cache: bool = model_switch(True, inert=True)
+    use_cache: bool = model_switch(True, inert=True, live=True)
     """Return a cache from `forward` unless told otherwise."""
 
-    pad_token_id: int | None = model_switch(None)
+    pad_token_id: int | None = model_switch(None, live=True)
     """Padding token."""
 
-    bos_token_id: int | None = model_switch(None)
+    bos_token_id: int | None = model_switch(None, live=True)
     """First token."""
 
-    eos_token_id: int | list[int] | None = model_switch(None)
+    eos_token_id: int | list[int] | None = model_switch(None, live=True)
     """Token, or tokens, that end a text."""
 
-    decoder_start_token_id: int | None = model_switch(None)
+    decoder_start_token_id: int | None = model_switch(None, live=True)
     """Encoder-decoder: the decoder's first token."""
 
-    wrap_decoder_start: bool = model_switch(False, needs=TWO_STACKS)
+    wrap_decoder_start: bool = model_switch(False, needs=TWO_STACKS, live=True)
     """Encoder-decoder: in training the decoder begins with each text's own last label, not with decoder_start_token_id
     (mBART, where that is the language).
     """
 
-    converted_from: dict[str, Any] | None = model_switch(None, inert=True)
+    converted_from: dict[str, Any] | None = model_switch(None, inert=True, live=True)
     """Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that
     what its authors wrote can be given back word for word.
     """
@@ -598,7 +601,10 @@ class LlmArchConfig(
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_near_misses(self, kwargs)
+        for name in list(kwargs):
+            if says_again(self, name, kwargs[name]):
+                kwargs.pop(name)
+        refuse_unknown(self, kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
         if self.head_dim is None:
@@ -679,8 +685,12 @@ class LlmArchConfig(
         exit sets fewer layers for a while. New layers are as the others, where these are alike.
 
         Raises:
-            ValueError: where new layers are to follow some that differ.
+            ValueError: where new layers are to follow some that differ; for a name that looks like a field's; for a
+                field of a model's config that the model has read already, see `restate`.
         """
+        if says_again(self, name, value):
+            return
+        refuse_assignment(self, name, value)
         lists = self._lists_of_layers(value) if name == "num_hidden_layers" else {}
         super().__setattr__(name, value)
         for field_name, (kept, cut_off) in lists.items():
@@ -688,6 +698,18 @@ class LlmArchConfig(
             super().__setattr__("_cut_off", {**self.__dict__.get("_cut_off", {}), field_name: cut_off})
         if name in LISTS_OF_LAYERS:
             self.__dict__.get("_cut_off", {}).pop(name, None)
+
+    def restate(self, **values: Any) -> None:
+        """Set fields of a model's config to what the model has become, for code that has changed its modules itself.
+
+        Raises:
+            ValueError: for a name that is no switch.
+        """
+        for name, value in values.items():
+            if name not in SWITCHES:
+                raise ValueError(f"{name!r} is no switch.")
+            self.__dict__[name] = value
+        self.validate()
 
     def _lists_of_layers(self, layers: int) -> dict[str, tuple[list[Any], list[Any]]]:
         """The fields that speak of each layer, for another number of layers: what is kept and what is cut off."""
@@ -856,6 +878,7 @@ class LlmArchConfig(
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
             refuse_out_of_range(config)
+            refuse_activations(config)
             refuse_rope(config)
             refuse_unused(config)
             for constraint in CONSTRAINTS:
@@ -1297,6 +1320,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 )
 
 
+FIELD_NAMES = {f.name for f in fields(LlmArchConfig)} | set(ROPE_SPELLINGS)
 SWITCHES: dict[str, Switch] = {f.name: f.metadata["switch"] for f in LlmArchConfig.switches()}
 
 
@@ -1338,6 +1362,13 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
 def refuse_out_of_range(config: LlmArchConfig) -> None:
     for name, declared in SWITCHES.items():
         declared.refuse(name, getattr(config, name))
+
+
+def refuse_activations(config: LlmArchConfig) -> None:
+    for name in ("hidden_act", "head_act", "classifier_act"):
+        value = getattr(config, name)
+        if value is not None and value not in ACT2FN:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(sorted(ACT2FN))}.")
 
 
 # The numbers among RoPE's parameters and their bounds, the lists of numbers, and what a type of RoPE cannot do without.
@@ -1410,17 +1441,55 @@ def refuse_unused(config: LlmArchConfig) -> None:
             raise ValueError(f"{name}={value!r} has no effect without {declared.needs.text}.")
 
 
-def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
-    """Refuse keywords that look like a misspelt switch; warn about others, which newer versions may know."""
-    names = {f.name for f in fields(config)} | set(ROPE_SPELLINGS)
+def is_known(name: str) -> bool:
+    """Whether transformers or a tool has an attribute of this name on configs."""
     generation = GenerationConfig._get_default_generation_params()
+    return name.startswith("_") or name in HOST_KEYWORDS or name in generation or hasattr(PreTrainedConfig, name)
+
+
+def refuse_near_miss(config: LlmArchConfig, name: str) -> None:
+    """
+    Raises:
+        ValueError: for a name that looks like a misspelt field, or that the configs of other models have for one.
+    """
+    meant = SYNONYMS.get(name) or difflib.get_close_matches(name, FIELD_NAMES, n=1, cutoff=0.8)
+    if meant:
+        raise ValueError(f"Unknown field {name!r}. Did you mean {' and '.join(map(repr, meant))}?")
+
+
+def refuse_unknown(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
+    """Refuse keywords that look like a field; warn about others, which newer versions may know."""
     for name in unknown:
-        if name in generation or name in HOST_KEYWORDS or name.startswith("_") or hasattr(PreTrainedConfig, name):
-            continue
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-        if close:
-            raise ValueError(f"Unknown field {name!r}. Did you mean {close[0]!r}?")
-        logger.warning(f"LlmArchConfig has no field {name!r}: kept in config.json, without effect on the model.")
+        if not is_known(name):
+            refuse_near_miss(config, name)
+            logger.warning(f"LlmArchConfig has no field {name!r}: kept in config.json, without effect on the model.")
+
+
+def says_again(config: LlmArchConfig, name: str, value: Any) -> bool:
+    """Whether this is another model's name for fields that have the value already. Tools set such on any config."""
+    return name in SYNONYMS and all(getattr(config, ours) == value for ours in SYNONYMS[name])
+
+
+# The configs of models, by their identity: a copy is nobody's yet.
+OF_MODELS: WeakValueDictionary[int, LlmArchConfig] = WeakValueDictionary()
+
+
+def refuse_assignment(config: LlmArchConfig, name: str, value: Any) -> None:
+    """
+    Raises:
+        ValueError: for a near miss of a field's name; for a field that the config's model has read already.
+    """
+    declared = SWITCHES.get(name)
+    if declared is None:
+        if name not in config.__dict__ and not hasattr(type(config), name) and not is_known(name):
+            refuse_near_miss(config, name)
+    elif not declared.live and OF_MODELS.get(id(config)) is config and value != getattr(config, name):
+        raise ValueError(
+            f"{name}={value!r} would change nothing in this model, which was built with {getattr(config, name)!r}. "
+            f"Load it again by from_pretrained(folder, {name}={value!r}), or build a model of a copy: "
+            f"LlmArchConfig.from_dict(config.to_dict(), {name}={value!r}). Code that has changed the modules itself "
+            f"says so by config.restate({name}={value!r})."
+        )
 
 
 # Keywords that transformers and its tools put beside a config's fields, or into a saved config.json.
@@ -1428,7 +1497,7 @@ HOST_KEYWORDS = {
     *ROPE_SPELLINGS,
     *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
     "output_router_logits",
-    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config"),
+    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "mtp_layer_types", "quantization_config"),
     *("task_specific_params", "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript"),
     *("transformers_version", "use_return_dict"),
     *("model_type", "add_cross_attention", "cross_attention_hidden_size", "unsloth_version", "transformers_weights"),

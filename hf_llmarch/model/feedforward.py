@@ -33,18 +33,7 @@ def activation(config: LlmArchConfig) -> nn.Module:
     """The activation of the feed-forwards."""
     if config.swish_beta is not None:
         return Swish(config.swish_beta)
-    return named_activation("hidden_act", config.hidden_act)
-
-
-def named_activation(field: str, name: str) -> nn.Module:
-    """transformers' activation of that name, which is the value of the config's `field`.
-
-    Raises:
-        ValueError: when transformers has no activation of that name.
-    """
-    if name not in ACT2FN:
-        raise ValueError(f"{field}={name!r} is not one of {', '.join(sorted(ACT2FN))}.")
-    return ACT2FN[name]
+    return ACT2FN[config.hidden_act]
 
 
 def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from .backends import demands, honours, refuse_backend
 from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
-from .configuration_llmarch import KeptInFp32, LlmArchConfig, Topology
+from .configuration_llmarch import OF_MODELS, KeptInFp32, LlmArchConfig, Topology
 from .embeddings import dropout, in_sequence, token_embedding
 from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
@@ -193,6 +193,12 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         refuse_backend(config, config._attn_implementation)
         self.demands = frozenset(demand.feature for demand in demands(config))
         super().__init__(config, *args, **kwargs)
+        OF_MODELS[id(config)] = config
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of a model that was pickled: its config is a model's as well."""
+        super().__setstate__(state)
+        OF_MODELS[id(self.config)] = self.config
 
     # transformers has class attributes of these names; here they depend on the config.
     @property
