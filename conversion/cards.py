@@ -207,7 +207,7 @@ def summary(base_model: str | None, origin: dict[str, Any], report: Report | Non
         "A model of `hf_llmarch`: one class of transformers, `model_type: llmarch`, in which every architecture choice "
         "is a field of the config."
     )
-    if not origin:
+    if "family" not in origin:
         return text
     text += f" Converted from {link(base_model) if base_model else 'a checkpoint'} (`{origin['family']}`)."
     if report is None:
@@ -293,8 +293,9 @@ def provenance(base_model: str | None, origin: dict[str, Any], report: Report | 
     rows = {
         "original": link(base_model) if base_model else None,
         "revision": origin.get("revision"),
-        "family": f"`{origin['family']}`",
-        "class": f"`{(origin['config'].get('architectures') or ['not stated'])[0]}`",
+        "family": f"`{origin['family']}`" if "family" in origin else None,
+        "class": f"`{(origin['config'].get('architectures') or ['not stated'])[0]}`" if "config" in origin else None,
+        "changed since": "; ".join(f"`{name}`" for step in origin.get("surgery", ()) for name in step) or None,
     }
     if report is not None:
         left_out = "; ".join(f"`{name}`: {reason}" for name, reason in report.dropped.items())

@@ -72,7 +72,7 @@ def verify(
 def compare(
     original: Checkpoint, converted: Checkpoint, tokens: Tensor | None, new_tokens: int, say: Callable[[str], None]
 ) -> Certificate:
-    family = None if converted.config.get("converted_from") else original.config.get("model_type")
+    family = None if (converted.config.get("converted_from") or {}).get("family") else original.config.get("model_type")
     export = plan_of_ours(converted, family)
     dropped = make_plan(original.config, original.shapes, family=export.family).dropped
     say("loading the original with transformers' own class")

@@ -71,6 +71,8 @@ qkv_rows = split_rows(_qkv_rows)  # q | k | v
 halves = split_rows(lambda config: [config.intermediate_size] * 2)  # gate | up
 # Key/value head by key/value head: the queries that it serves, then its key, then its value.
 qkv_heads = Op("split heads", _split_heads, _join_heads)
+# A vector that is stored as a row, (1, N).
+row = Op("row", to_ours=lambda t, config: [t[0][0]], to_theirs=lambda t, config: [t[0][None]])
 # One tensor of ours for several of theirs.
 stack = Op(
     "stack",

@@ -383,15 +383,228 @@ CASES: dict[str, Config] = {
     **EXPERTS,
 }
 
-# Fields of dropout in transformers' configs, by family.
-_LLAMA_DROPOUTS = ("attention_dropout",)
+GRANITE_SCALES: Config = {
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 7.0},
+}
+LATENT: Config = {
+    **{
+        "num_key_value_heads": 6,
+        "q_lora_rank": 22,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 14,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+}
+WINDOWS: Config = {
+    **{"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+}
+YARN: Config = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "beta_fast": 8}
+
+CASES |= {
+    "exaone": tiny(LLAMA, rope_theta=321.0, hidden_act="relu"),
+    "internlm3": tiny(LLAMA, rope_theta=321.0, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "iquestcoder": tiny(LLAMA, rope_theta=321.0),
+    "glm": tiny(LLAMA, rope_theta=321.0, partial_rotary_factor=0.75),
+    "glm-full-tied": tiny(
+        LLAMA, attention_bias=False, partial_rotary_factor=1.0, hidden_act="relu", tie_word_embeddings=True
+    ),
+    "glm4": tiny(LLAMA, rope_theta=321.0, attention_bias=True),
+    "olmo3": tiny(LLAMA, rope_theta=500000.0, rope_scaling=YARN, **WINDOWS),
+    "olmo3-two-bases": tiny(
+        LLAMA,
+        attention_bias=True,
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 777.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 33.0},
+        },
+        **WINDOWS,
+    ),
+    "ernie4_5": tiny(LLAMA, rope_theta=321.0),
+    "ernie4_5-biases": tiny(LLAMA, use_bias=True, tie_word_embeddings=False, hidden_act="relu"),
+    "seed_oss": tiny(LLAMA, rope_theta=321.0, attention_dropout=0.0, residual_dropout=0.1),
+    "seed_oss-biases": tiny(LLAMA, attention_bias=False, attention_out_bias=True, mlp_bias=True),
+    "ministral": tiny(LLAMA, rope_theta=321.0, **WINDOWS),
+    "ministral-full": tiny(LLAMA, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
+    "cwm": tiny(LLAMA, **WINDOWS),
+    "nemotron": tiny(MHA, num_key_value_heads=2, head_dim=12, norm_eps=0.1, rope_theta=321.0, attention_bias=True),
+    "nemotron-biases": tiny(
+        MHA, num_key_value_heads=6, head_dim=8, partial_rotary_factor=0.75, mlp_bias=True, hidden_act="gelu"
+    ),
+    "arcee": tiny(LLAMA, rope_theta=321.0, attention_bias=True),
+    "arcee-biases": tiny(LLAMA, mlp_bias=True, hidden_act="gelu", tie_word_embeddings=True),
+    "jais2": tiny(LAYER_NORM, head_dim=8, rope_theta=321.0),
+    "jais2-no-bias": tiny(LAYER_NORM, attention_bias=False, mlp_bias=False, tie_word_embeddings=True),
+    "exaone4": tiny(LLAMA, rope_theta=321.0, **WINDOWS),
+    "exaone4-full": tiny(LLAMA, sliding_window=None, layer_types=["full_attention"] * 3, tie_word_embeddings=True),
+    "vaultgemma": tiny(LLAMA, sliding_window=5, query_pre_attn_scalar=11, attn_logit_softcapping=3.0),
+    "hyperclovax": tiny(LLAMA, **GRANITE_SCALES, rope_theta=321.0, mlp_bias=True),
+    "hyperclovax-pre-norm": tiny(LLAMA, head_dim=None, use_post_norm=False, attention_bias=True),
+    "granite_swa": tiny(
+        LLAMA, **GRANITE_SCALES, **WINDOWS, rope_theta=321.0, layer_rope_theta=[777.0, 33.0, 0], mlp_bias=True
+    ),
+    "granite_swa-one-base": tiny(LLAMA, **WINDOWS, rope_theta=321.0, attention_bias=True),
+    "minicpm3": tiny(
+        MHA,
+        **LATENT,
+        rms_norm_eps=0.1,
+        rope_theta=321.0,
+        scale_emb=3,
+        scale_depth=0.7,
+        dim_model_base=20,
+    ),
+    "minicpm3-plain": tiny(MHA, **{**LATENT, "q_lora_rank": None}, attention_bias=True, mlp_bias=True),
+    "youtu": tiny(MHA, **LATENT, rms_norm_eps=0.1, rope_theta=321.0),
+    "youtu-halves": tiny(MHA, **LATENT, rope_interleave=False, tie_word_embeddings=False),
+    "persimmon": tiny(MHA, layer_norm_eps=0.1, rope_theta=321.0, partial_rotary_factor=0.4),
+    "persimmon-plain": tiny(
+        MHA, partial_rotary_factor=1.0, qk_layernorm=False, hidden_act="gelu", tie_word_embeddings=True
+    ),
+}
+
+# DeepSeek's experts in another frame.
+FINE: Config = {
+    **{"moe_intermediate_size": 28, "n_routed_experts": 9, "n_shared_experts": 2, "num_experts_per_tok": 3},
+    **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+}
+MIXED_MLPS: Config = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+NEW_EXPERTS: dict[str, Config] = {
+    "glm4_moe": tiny(
+        LLAMA, **FINE, rope_theta=321.0, partial_rotary_factor=0.75, use_qk_norm=True, num_nextn_predict_layers=0
+    ),
+    "glm4_moe-biases": tiny(
+        LLAMA, **FINE, attention_bias=True, first_k_dense_replace=2, norm_topk_prob=False, num_nextn_predict_layers=0
+    ),
+    "solar_open": tiny(LLAMA, **FINE, rope_theta=321.0, attention_bias=True),
+    "sarvam_moe": tiny(LLAMA, **{**FINE, "n_group": 1, "topk_group": 1}, num_nextn_predict_layers=0),
+    "glm4_moe_lite": tiny(MHA, **LATENT, **FINE, rms_norm_eps=0.1, rope_theta=321.0, num_nextn_predict_layers=0),
+    "glm4_moe_lite-halves": tiny(
+        MHA,
+        **LATENT,
+        **{**FINE, "n_group": 1, "topk_group": 1},
+        rope_interleave=False,
+        attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        num_nextn_predict_layers=0,
+    ),
+    "sarvam_mla": tiny(DEEPSEEK, rope_scaling=DEEPSEEK_YARN, num_nextn_predict_layers=0),
+    "dots1": tiny(LLAMA, **FINE, first_k_dense_replace=1, rope_theta=321.0, attention_bias=True, sliding_window=None),
+    "dots1-windows": tiny(LLAMA, **FINE, norm_topk_prob=True, sliding_window=5, max_window_layers=1),
+    "exaone_moe": tiny(
+        QWEN_MOE,
+        **WINDOWS,
+        num_experts=9,
+        num_shared_experts=2,
+        n_group=3,
+        topk_group=2,
+        rope_theta=321.0,
+    ),
+    "hy_v3": tiny(QWEN_MOE, num_shared_experts=2, rope_theta=321.0, attention_bias=True),
+    "hy_v3-tied": tiny(QWEN_MOE, **MIXED_MLPS, num_experts=5, router_scaling_factor=0.7, tie_word_embeddings=True),
+    "flex_olmo": EXPERTS["olmoe"],
+    "minimax_m2": tiny(MIXTRAL, rope_theta=321.0, rotary_dim=6),
+    "minimax_m2-full": tiny(MIXTRAL, num_local_experts=7, num_experts_per_tok=1, tie_word_embeddings=True),
+    "mellum": tiny(
+        QWEN_MOE,
+        **WINDOWS,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 33.0},
+        },
+        attention_bias=True,
+    ),
+    "mellum-mixed": tiny(QWEN_MOE, **MIXED_MLPS, num_experts=5, norm_topk_prob=False, tie_word_embeddings=True),
+    "ernie4_5_moe": tiny(
+        LLAMA,
+        moe_intermediate_size=28,
+        moe_num_experts=7,
+        moe_k=3,
+        moe_num_shared_experts=2,
+        moe_layer_end_index=2,
+        rope_theta=321.0,
+    ),
+    "ernie4_5_moe-none-shared": tiny(
+        LLAMA,
+        moe_intermediate_size=28,
+        moe_num_experts=5,
+        moe_k=2,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=1,
+        tie_word_embeddings=False,
+    ),
+    "granitemoeshared": tiny(MIXTRAL, **GRANITE_SCALES, shared_intermediate_size=36, rope_theta=321.0),
+    "granitemoeshared-none": tiny(MIXTRAL, attention_multiplier=0.3, attention_bias=True, tie_word_embeddings=True),
+    "granitemoe_swa": tiny(
+        MIXTRAL, **GRANITE_SCALES, **WINDOWS, shared_intermediate_size=36, layer_rope_theta=[0, 33.0, 33.0]
+    ),
+    "flint": tiny(QWEN_MOE, **WINDOWS, shared_expert_intermediate_size=36, mlp_only_layers=[1], rope_theta=321.0),
+    "flint-biases": tiny(
+        QWEN_MOE,
+        **WINDOWS,
+        num_experts=5,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[],
+        norm_topk_prob=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "aria_text": tiny(
+        LLAMA, moe_num_experts=5, moe_topk=2, moe_num_shared_experts=3, intermediate_size=28, attention_bias=True
+    ),
+    "cohere2_moe": tiny(
+        LAYER_NORM,
+        intermediate_size=28,
+        num_experts=5,
+        head_dim=8,
+        **WINDOWS,
+        logit_scale=0.3,
+        rope_theta=321.0,
+        num_shared_experts=2,
+        shared_expert_combination_strategy="sum",
+        expert_selection_fn="sigmoid",
+    ),
+    "cohere2_moe-dense-first": tiny(
+        MHA,
+        **WINDOWS,
+        **MIXED_MLPS,
+        num_key_value_heads=2,
+        head_dim=8,
+        rms_norm_eps=0.1,
+        intermediate_size=28,
+        prefix_dense_intermediate_size=44,
+        num_experts=4,
+        num_experts_per_tok=3,
+        logit_scale=0.7,
+    ),
+}
+CASES |= {
+    "gpt_bigcode": tiny(GPT, n_inner=44),
+    "gpt_bigcode-each-head": tiny(GPT, multi_query=False, scale_attn_weights=False, tie_word_embeddings=False),
+    "xglm": tiny(
+        TOKENS,
+        pad_token_id=1,
+        **{"init_std": 0.03, "d_model": 60, "num_layers": 3, "attention_heads": 6, "ffn_dim": 44},
+        max_position_embeddings=64,
+        activation_function="relu",
+    ),
+    "biogpt": tiny(MHA, hidden_act="relu"),
+    "biogpt-unscaled": tiny(MHA, scale_embedding=False, tie_word_embeddings=False),
+}
+EXPERTS |= NEW_EXPERTS
+CASES |= NEW_EXPERTS
+
+# Fields of dropout in transformers' configs, by family; of most it is attention's alone.
 _GPT_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 DROPOUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"), _LLAMA_DROPOUTS),
-    **dict.fromkeys(("olmo2", "granite", "smollm3", "helium", "cohere", "cohere2", "stablelm"), _LLAMA_DROPOUTS),
+    **{case: ("attention_dropout",) for case in CASES if "-" not in case},
     **dict.fromkeys(("openai-gpt", "gpt2", "gptj"), _GPT_DROPOUTS),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"), _LLAMA_DROPOUTS),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoe"), _LLAMA_DROPOUTS),
+    "gpt_bigcode": _GPT_DROPOUTS,
+    "xglm": ("dropout", "attention_dropout", "activation_dropout"),
+    "biogpt": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    "ernie4_5": (),
+    "ernie4_5_moe": (),
+    "seed_oss": ("attention_dropout", "residual_dropout"),
     "phi3": ("resid_pdrop", "attention_dropout"),
     "phi": ("resid_pdrop", "embd_pdrop", "attention_dropout"),
     "starcoder2": ("residual_dropout", "embedding_dropout", "attention_dropout"),

@@ -55,6 +55,25 @@ CASES: dict[str, dict[str, Any]] = {
     "bert": {**BERT, "classifier_dropout": 0.15, "position_embedding_type": "absolute"},
     "roberta": {**BERT, "hidden_act": "relu", "bos_token_id": 1, "eos_token_id": 2},
     "xlm-roberta": {**BERT, "hidden_act": "relu", "type_vocab_size": 1, "bos_token_id": 1, "eos_token_id": 2},
+    "ernie": {**BERT, "classifier_dropout": 0.15},
+    "megatron-bert": {**BERT, "hidden_act": "relu"},
+    "camembert": {**BERT, "bos_token_id": 1, "eos_token_id": 2},
+    "data2vec-text": {**BERT, "bos_token_id": 1, "eos_token_id": 2},
+    "xlm-roberta-xl": {**BERT, "type_vocab_size": 1, "bos_token_id": 1, "eos_token_id": 2},
+    "roberta-prelayernorm": {**BERT, "bos_token_id": 1, "eos_token_id": 2},
+    "jina_embeddings_v3": {**BERT, "rope_theta": 321.0, "bos_token_id": 1, "eos_token_id": 2},
+    "nomic_bert": {**BERT, "hidden_act": "silu", "head_dim": 10, "rope_theta": 321.0},
+    "eurobert": {
+        **{"vocab_size": VOCABULARY, "hidden_size": 36, "num_hidden_layers": 3, "intermediate_size": 34},
+        **{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 47},
+        **{"rms_norm_eps": 0.1, "rope_theta": 321.0, "attention_bias": True, "classifier_pooling": "bos"},
+        **{"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2},
+    },
+    "eurobert-mlp-biases": {
+        **{"vocab_size": VOCABULARY, "hidden_size": 36, "num_hidden_layers": 2, "intermediate_size": 34},
+        **{"num_attention_heads": 3, "num_key_value_heads": 3, "mlp_bias": True, "classifier_pooling": "mean"},
+        **{"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True},
+    },
     "distilbert": {
         "vocab_size": VOCABULARY,
         "dim": 36,
@@ -268,13 +287,10 @@ def test_numbers_and_the_way_back(case: str, ours: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "ours"), heads())
-def test_a_config_written_afresh_is_read_by_the_native_class(case: str, ours: str) -> None:
-    config = foreign_config(case, ours)
+def test_a_config_written_afresh_is_read_by_the_native_class(case: str, ours: str, tmp_path: Path) -> None:
+    converted = build(case, ours, tmp_path)
+    config, native, proven = converted.config, converted.native, converted.plan
     family = ENCODERS[config["model_type"]]
-    native = native_model(config)
-    with torch.device("meta"):
-        names = native_model(config).state_dict()
-    proven = plan(config, [name for name in names if name not in native.all_tied_weights_keys])
     alone = LlmArchConfig.from_dict({**proven.config.to_dict(), "converted_from": None})
     foreign = json.loads(json.dumps(export_plan(alone, family=family.name).foreign_config))
     assert foreign["architectures"] == [family.architectures[ours]]
@@ -377,7 +393,10 @@ def test_dropout_before_the_classifiers_dense_layer(case: str, dense: str, dropo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["bert", "roberta"])
+@pytest.mark.parametrize(
+    "case",
+    [name for name, family in ENCODERS.items() if "LlmArchForCausalLM" in family.architectures],
+)
 def test_a_causal_model_of_an_encoder_family(case: str, tmp_path: Path) -> None:
     converted = build(case, "LlmArchForCausalLM", tmp_path, is_decoder=True)
     assert isinstance(converted.ours, LlmArchForCausalLM)

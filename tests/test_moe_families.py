@@ -66,7 +66,7 @@ def test_what_matters_is_away_from_its_default(converted: Converted) -> None:
     """Parity would not see a selection bias of zero, or experts as wide as the model."""
     sizes = converted.ours.config
     assert len({sizes.hidden_size, sizes.moe_intermediate_size or sizes.intermediate_size, sizes.num_experts}) == 3
-    biases = [t for name, t in converted.tensors.items() if name.endswith("e_score_correction_bias")]
+    biases = [t for name, t in converted.ours.state_dict().items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == (sizes.mlp_layer_types.count("sparse") if sizes.router_selection_bias else 0)
     assert all(bias.std() > 0.1 for bias in biases)
 

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT: dict[str, set[str]] = {
     "model": {"model"},
     "conversion": {"model", "conversion"},
-    "study": {"model", "conversion", "study"},
-    "surgery": {"model", "conversion", "study", "surgery"},
+    "study": {"model", "conversion", "integrations", "study"},
+    "surgery": {"model", "conversion", "integrations", "study", "surgery"},
     "integrations": {"model", "conversion", "integrations"},
     "cli": {"model", "conversion", "study", "surgery", "integrations", "cli"},
 }

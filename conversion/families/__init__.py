@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -12,15 +12,34 @@ from typing import Any
 from ..errors import UnknownFamily
 from ..rules import Family
 
-# In the order in which they are listed. The module of a family is named like it, with underscores for hyphens.
+# In the order in which they are listed. The module of a family is named like it, with underscores for
+# hyphens, if `HOSTS` has no other.
 NAMES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "helium"),
     *("phi3", "phi", "stablelm", "starcoder2", "cohere", "cohere2"),
+    *("glm", "glm4", "olmo3", "ernie4_5", "exaone4", "exaone", "seed_oss", "ministral", "cwm", "nemotron", "arcee"),
+    *("jais2", "internlm3", "iquestcoder", "vaultgemma", "hyperclovax", "granite_swa", "minicpm3", "youtu"),
+    *("persimmon", "gpt_bigcode", "biogpt", "xglm"),
     *("openai-gpt", "gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "mpt", "falcon", "nanogpt"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "phimoe", "gpt_oss", "granitemoe"),
+    *("glm4_moe", "glm4_moe_lite", "sarvam_moe", "sarvam_mla", "solar_open", "dots1", "exaone_moe", "hy_v3"),
+    *("flex_olmo", "minimax_m2", "mellum", "ernie4_5_moe", "granitemoeshared", "granitemoe_swa", "flint", "aria_text"),
+    "cohere2_moe",
     *("t5", "mt5", "umt5", "switch_transformers", "bart", "mbart", "pegasus", "marian", "m2m_100"),
     *("bert", "roberta", "xlm-roberta", "distilbert", "electra", "roformer", "modernbert", "albert"),
+    *("ernie", "megatron-bert", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm"),
+    *("jina_embeddings_v3", "nomic_bert", "eurobert"),
 )
+# Those that are in another one's file, of the same architecture.
+HOSTS = {
+    **dict.fromkeys(("internlm3", "iquestcoder"), "llama"),
+    "cwm": "ministral",
+    **dict.fromkeys(("sarvam_moe", "solar_open"), "glm4_moe"),
+    "sarvam_mla": "deepseek_v3",
+    "granitemoe_swa": "granitemoeshared",
+    **dict.fromkeys(("ernie", "megatron-bert"), "bert"),
+    **dict.fromkeys(("xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm"), "roberta"),
+}
 
 
 class Families(Mapping[str, Family]):
@@ -34,11 +53,13 @@ class Families(Mapping[str, Family]):
         """
         if name not in NAMES:
             raise KeyError(name)
-        return import_module(f".{name.replace('-', '_')}", __name__)
+        return import_module(f".{HOSTS.get(name, name).replace('-', '_')}", __name__)
 
     def __getitem__(self, name: str) -> Family:
-        family: Family = self.module(name).FAMILY
-        return family
+        module = self.module(name)
+        # A file has one, or several of one architecture.
+        found: Sequence[Family] = getattr(module, "FAMILIES", None) or (module.FAMILY,)
+        return next(family for family in found if family.name == name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(NAMES)

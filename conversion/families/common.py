@@ -7,7 +7,7 @@ from typing import Any
 
 from ..entries import Const, Derived, Entry, Field, Values
 from ..errors import NotExpressible, UnsupportedField
-from ..ops import both, weight
+from ..ops import both, halves, rename, weight
 from ..rules import Drop, Rule
 
 LAYER = "model.layers.{i}"
@@ -35,16 +35,18 @@ TOKENS: list[Entry] = [
     Field("vocab_size"),
 ]
 
-SIZES: list[Entry] = [
+# Of families whose heads have each a key and value of their own.
+EQUAL_HEADS: list[Entry] = [
     *TOKENS,
     Field("hidden_size"),
     Field("num_hidden_layers"),
     Field("intermediate_size"),
     Field("max_position_embeddings"),
     Field("num_attention_heads"),
-    Field("num_key_value_heads"),
-    Field("attention_dropout"),
 ]
+# Of families that drop out nothing inside attention.
+SIZES_ALONE: list[Entry] = [*EQUAL_HEADS, Field("num_key_value_heads")]
+SIZES: list[Entry] = [*SIZES_ALONE, Field("attention_dropout")]
 HEAD_DIM: list[Entry] = [Field("head_dim")]
 
 
@@ -96,12 +98,41 @@ PARTIAL_ROPE: list[Entry] = [
     )
 ]
 
+
+def ropes_by_layer_type(local_base: str | None = None) -> Derived:
+    """A RoPE for each type of layer, in both spellings: as in transformers 5 and in 4.
+
+    Args:
+        local_base: what 4 calls the base of windowed layers, where it may be another than the full ones'.
+    """
+
+    def to_theirs(config: Any) -> Values:
+        by_type = config.rope_by_layer_type
+        full, sliding = by_type.get("full_attention") or {}, by_type.get("sliding_attention") or {}
+        scaling = {name: value for name, value in full.items() if name != "rope_theta"}
+        return {
+            "rope_parameters": by_type,
+            **({"rope_theta": full["rope_theta"]} if full else {}),
+            **({local_base: sliding["rope_theta"]} if sliding and local_base else {}),
+            "rope_scaling": scaling if full.get("rope_type", "default") != "default" else None,
+        }
+
+    return Derived(
+        ("rope_parameters", "rope_theta", "rope_scaling", *([local_base] if local_base else [])),
+        to_ours=lambda native: {"rope_parameters": native.rope_parameters},
+        to_theirs=to_theirs,
+    )
+
+
 RMS_NORM: list[Entry] = [Field("rms_norm_eps", "norm_eps")]
 LLAMA_CONFIG: list[Entry] = [*SIZES, *HEAD_DIM, *ROPE, *RMS_NORM, Field("hidden_act")]
 LAYER_NORM_MLP: list[Entry] = [Const("norm_type", "layernorm"), Const("ffn_type", "mlp")]
 ALL_BIASES: list[Entry] = [Const(name, True) for name in ("attention_bias", "attention_output_bias", "ffn_bias")]
-# One flag of theirs for the four projections of attention.
+# One flag of theirs for the four projections of attention, and one for the three of a feed-forward.
 ATTENTION_BIAS: list[Entry] = [Field("attention_bias", "attention_bias", "attention_output_bias")]
+
+
+MLP_BIAS: list[Entry] = [Field("mlp_bias", "ffn_bias")]
 
 
 def windows(native: Any) -> Values:
@@ -109,7 +140,15 @@ def windows(native: Any) -> Values:
     return {"layer_types": native.layer_types, "sliding_window": native.sliding_window if sliding else None}
 
 
-def _first_of_the_sliding_tail(layer_types: list[str]) -> int:
+def full_layers(native: Any) -> list[int]:
+    return [i for i, kind in enumerate(native.layer_types) if kind == "full_attention"]
+
+
+# Windowed layers rotate and full ones know no position.
+FULL_WITHOUT_POSITION = Derived((), lambda native: {"nope_layers": full_layers(native)}, lambda config: {})
+
+
+def first_of_the_sliding_tail(layer_types: list[str]) -> int:
     """Where the last run of sliding layers begins; older readers slide from there on."""
     sliding = [kind == "sliding_attention" for kind in layer_types]
     return len(sliding) - next((n for n, slides in enumerate(reversed(sliding)) if not slides), len(sliding))
@@ -123,7 +162,7 @@ SLIDING_TAIL: list[Entry] = [
         lambda config: {
             "use_sliding_window": config.sliding_window is not None,
             "sliding_window": config.sliding_window,
-            "max_window_layers": _first_of_the_sliding_tail(config.layer_types),
+            "max_window_layers": first_of_the_sliding_tail(config.layer_types),
             "layer_types": config.layer_types,
         },
     )
@@ -137,14 +176,35 @@ LAYER_TYPES: list[Entry] = [
     )
 ]
 
+
+def _width_where_there_is_a_window(config: Any) -> Values:
+    width = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
+    return {"layer_types": config.layer_types, **width}
+
+
+# The same of classes that make a windowed mask even where no layer reads it, and so need a width, and have one.
+MASKED_LAYER_TYPES: list[Entry] = [Derived(("sliding_window", "layer_types"), windows, _width_where_there_is_a_window)]
+
 HEAD: list[Rule] = [*weight("model.embed_tokens", "model.embed_tokens"), *both("lm_head", "lm_head")]
 ATTENTION: list[Rule] = [rule for part in "qkvo" for rule in both(f"{LAYER}.self_attn.{part}_proj")]
 QK_NORM: list[Rule] = [rule for part in "qk" for rule in weight(f"{LAYER}.self_attn.{part}_norm")]
 MLP: list[Rule] = [rule for part in ("gate", "up", "down") for rule in both(f"{LAYER}.mlp.{part}_proj")]
+# Gate and up in one projection.
+FUSED_MLP: list[Rule] = [
+    *weight(f"{LAYER}.mlp.gate_up_proj", [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"], halves),
+    *weight(f"{LAYER}.mlp.down_proj"),
+]
+SINKS: list[Rule] = [Rule((f"{LAYER}.self_attn.sinks",), (f"{LAYER}.self_attn.sinks",), rename)]
 PRE_NORMS: list[Rule] = [
     *both(f"{LAYER}.input_layernorm", f"{LAYER}.attn_norm.pre"),
     *both(f"{LAYER}.post_attention_layernorm", f"{LAYER}.mlp_norm.pre"),
     *both("model.norm", "model.norm"),
+]
+# Of norms that stand only after each branch (OLMo 2).
+BRANCH_NORMS: list[Rule] = [
+    *weight(f"{LAYER}.post_attention_layernorm", f"{LAYER}.attn_norm.post"),
+    *weight(f"{LAYER}.post_feedforward_layernorm", f"{LAYER}.mlp_norm.post"),
+    *weight("model.norm", "model.norm"),
 ]
 LLAMA_WEIGHTS: list[Rule] = [*HEAD, *ATTENTION, *MLP, *PRE_NORMS]
 
@@ -180,4 +240,11 @@ def mask_buffers(attention: str) -> list[Drop]:
 ROTARY_BUFFERS = [
     Drop(f"{LAYER}.self_attn.rotary_emb.{name}", "RoPE table of transformers before 4.32: follows from rope_theta")
     for name in ("inv_freq", "cos_cached", "sin_cached")
+]
+
+# GPT-Neo's names of attention, two levels deep.
+NEO_ATTENTION: list[Rule] = [
+    rule
+    for ours, theirs in {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "out_proj"}.items()
+    for rule in both(f"transformer.h.{{i}}.attn.attention.{theirs}", f"{LAYER}.self_attn.{ours}_proj")
 ]

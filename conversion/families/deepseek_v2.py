@@ -19,7 +19,7 @@ from .common import (
     SIZES,
     SPELLINGS,
 )
-from .experts import LOSS_OUTPUT, always, as_theirs, expert_width, experts, router, routing, shared_experts
+from .experts import LOSS_OUTPUT, ROUTED, always, as_theirs, expert_width, routing, shared_experts
 
 ATTN = f"{LAYER}.self_attn"
 
@@ -52,6 +52,7 @@ LATENT_ATTENTION: list[Entry] = [
     # Follows from the widths above; transformers' class sets it to the rotated part of a head.
     as_theirs(("head_dim", "qk_head_dim"), lambda config: {}),
 ]
+# Fine-grained experts of one width, and shared ones that are so many times as wide.
 FINE_EXPERTS: list[Entry] = [
     *routing("n_routed_experts"),
     Field("routed_scaling_factor"),
@@ -66,6 +67,8 @@ FINE_EXPERTS: list[Entry] = [
             "n_shared_experts": config.shared_width // expert_width(config),
         },
     ),
+]
+DENSE_FIRST: list[Entry] = [
     Derived(("first_k_dense_replace",), _dense_first, _first_sparse),
     always("moe_layer_freq", 1),
 ]
@@ -77,17 +80,23 @@ DEEPSEEK_CONFIG: list[Entry] = [
     Field("hidden_act"),
     *LATENT_ATTENTION,
     *FINE_EXPERTS,
+    *DENSE_FIRST,
+]
+LATENT_WEIGHTS: list[Rule] = [
+    *(rule for name in ("q_proj", "q_b_proj", "kv_b_proj") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_layernorm", "kv_a_layernorm") for rule in weight(f"{ATTN}.{name}")),
+    *(rule for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") for rule in both(f"{ATTN}.{name}")),
+]
+FINE_WEIGHTS: list[Rule] = [
+    *ROUTED,
+    *shared_experts(f"{LAYER}.mlp.shared_experts"),
 ]
 DEEPSEEK_WEIGHTS: list[Rule] = [
     *HEAD,
     *PRE_NORMS,
     *MLP,
-    *(rule for name in ("q_proj", "q_b_proj", "kv_b_proj") for rule in weight(f"{ATTN}.{name}")),
-    *(rule for name in ("q_a_layernorm", "kv_a_layernorm") for rule in weight(f"{ATTN}.{name}")),
-    *(rule for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") for rule in both(f"{ATTN}.{name}")),
-    *router(f"{LAYER}.mlp.gate"),
-    *experts(f"{LAYER}.mlp.experts.{{e}}"),
-    *shared_experts(f"{LAYER}.mlp.shared_experts"),
+    *LATENT_WEIGHTS,
+    *FINE_WEIGHTS,
 ]
 # How the experts were spread over machines, and the losses that DeepSeek's own code adds in training; transformers'
 # classes have neither.

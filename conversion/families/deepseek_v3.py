@@ -1,9 +1,13 @@
 """DeepSeek-V3 and R1, Moonlight: V2 with sigmoid scores, a bias to pick experts by, and a layer that looks further
-ahead. arXiv 2412.19437."""
+ahead. arXiv 2412.19437.
 
+Under a name of its own: Sarvam-105B (Sarvam AI 2026).
+"""
+
+from dataclasses import replace
 from typing import Any
 
-from ..entries import Const, Derived, Field, Values
+from ..entries import Const, Derived, Entry, Field, Values
 from ..ops import rename
 from ..rules import Drop, Family, Rule
 from .common import CAUSAL_LM, LAYER, SPELLINGS
@@ -29,27 +33,47 @@ def _group_score(native: Any) -> Values:
     return {**values, "router_group_score": "top2"} if values else {}
 
 
+SIGMOID_ROUTER: list[Entry] = [
+    Const("router_score", "sigmoid"),
+    Const("router_selection_bias", True),
+    Field("norm_topk_prob"),
+    Derived(("n_group", "topk_group"), _group_score, groups_to_theirs),
+    always("scoring_func", "sigmoid"),
+    always("topk_method", "noaux_tc"),
+]
+# Of a model that came with such layers, the original config.json says so.
+NO_LAYERS_AHEAD = as_theirs(
+    ("num_nextn_predict_layers", "num_mtp_layers"), lambda config: {"num_nextn_predict_layers": 0}
+)
+DEEPSEEK_V3: list[Entry] = [
+    *DEEPSEEK_CONFIG,
+    Field("rope_interleave", "rope_interleaved"),
+    *SIGMOID_ROUTER,
+    NO_LAYERS_AHEAD,
+]
+SELECTION_BIAS: list[Rule] = [Rule((BIAS,), (BIAS,), rename)]
+LAYERS_AHEAD = [
+    Drop(f"{EXTRA}.mlp.gate.e_score_correction_bias", AHEAD, keep=True),
+    *(Drop(f"{EXTRA}.{name}.weight", AHEAD, keep=True) for name in EXTRA_NAMES),
+]
+
 FAMILY = Family(
     "deepseek_v3",
-    config=[
-        *DEEPSEEK_CONFIG,
-        Field("rope_interleave", "rope_interleaved"),
-        Const("router_score", "sigmoid"),
-        Const("router_selection_bias", True),
-        Field("norm_topk_prob"),
-        Derived(("n_group", "topk_group"), _group_score, groups_to_theirs),
-        always("scoring_func", "sigmoid"),
-        always("topk_method", "noaux_tc"),
-        # Of a model that came with such layers, the original config.json says so.
-        as_theirs(("num_nextn_predict_layers", "num_mtp_layers"), lambda config: {"num_nextn_predict_layers": 0}),
-    ],
-    weights=[*DEEPSEEK_WEIGHTS, Rule((BIAS,), (BIAS,), rename)],
-    drops=[
-        Drop(f"{EXTRA}.mlp.gate.e_score_correction_bias", AHEAD, keep=True),
-        *(Drop(f"{EXTRA}.{name}.weight", AHEAD, keep=True) for name in EXTRA_NAMES),
-    ],
+    config=DEEPSEEK_V3,
+    weights=[*DEEPSEEK_WEIGHTS, *SELECTION_BIAS],
+    drops=LAYERS_AHEAD,
     layers_ahead="num_nextn_predict_layers",
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "DeepseekV3ForCausalLM"},
     inert=TRAINING,
+)
+FAMILIES = (
+    FAMILY,
+    replace(
+        FAMILY,
+        name="sarvam_mla",
+        also={"SarvamMLAForCausalLM": CAUSAL_LM},
+        # Another name of the width that the router's bias and a layer's heads have anyway.
+        inert=(*TRAINING, "q_head_dim", "moe_router_enable_expert_bias"),
+    ),
 )

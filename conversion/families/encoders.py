@@ -43,14 +43,21 @@ def of_task(name: str, rules: Sequence[Rule]) -> list[Rule]:
 
 # -- config ------------------------------------------------------------------------------------------------------------
 
-# Norms after each branch and after the embedding, none at the end; biases everywhere.
-POST_NORM: list[Entry] = [
-    *LAYER_NORM_MLP,
-    *ALL_BIASES,
+# Norms after each branch and after the embedding, none at the end.
+NORMS_AFTER: list[Entry] = [
     Const("norm_placement", "post"),
     Const("embedding_norm", True),
     Const("final_norm", False),
 ]
+# Biases everywhere.
+POST_NORM: list[Entry] = [*LAYER_NORM_MLP, *ALL_BIASES, *NORMS_AFTER]
+
+
+def norms_before(embedding_norm: bool) -> list[Entry]:
+    """Norms before each branch and at the end, and perhaps after the embedding."""
+    return [Const("norm_placement", "pre"), Const("embedding_norm", embedding_norm), Const("final_norm", True)]
+
+
 LEARNED: list[Entry] = [
     Const("position_encoding", "learned"),
     # The relative encodings of old releases are gone from transformers 5, and were never ours.
@@ -58,7 +65,7 @@ LEARNED: list[Entry] = [
 ]
 # Of the heads: a dense layer, activation and norm before the vocabulary, and a bias on all last layers.
 HEADS: list[Entry] = [Const("lm_head_transform", True), Const("lm_head_bias", True), Const("classifier_bias", True)]
-BERT_SIZES: list[Entry] = [
+BERT_FIELDS: list[Entry] = [
     *TOKENS,
     Field("hidden_size"),
     Field("num_hidden_layers"),
@@ -69,9 +76,11 @@ BERT_SIZES: list[Entry] = [
     Field("layer_norm_eps", "norm_eps"),
     Field("hidden_dropout_prob", "hidden_dropout", "embedding_dropout"),
     Field("attention_probs_dropout_prob", "attention_dropout"),
-    *POST_NORM,
     *HEADS,
 ]
+# BERT's block but for its norms.
+BERT_BLOCK: list[Entry] = [*BERT_FIELDS, *LAYER_NORM_MLP, *ALL_BIASES]
+BERT_SIZES: list[Entry] = [*BERT_FIELDS, *POST_NORM]
 
 
 def classifier_dropout(name: str | None = "classifier_dropout") -> Derived:
@@ -184,6 +193,15 @@ def bert_weights(model: str) -> list[Rule]:
         *both(f"{block}.output.dense", f"{LAYER}.mlp.down_proj"),
         *both(f"{block}.output.LayerNorm", f"{LAYER}.mlp_norm.out"),
         *both(f"{model}.pooler.dense", "model.pooler.dense"),
+    ]
+
+
+def norms_where(attention: str, feed_forward: str, final: str) -> list[Rule]:
+    """The norms of a BERT that has them before its branches, by name."""
+    return [
+        *both(attention, f"{LAYER}.attn_norm.pre"),
+        *both(feed_forward, f"{LAYER}.mlp_norm.pre"),
+        *both(final, "model.norm"),
     ]
 
 

@@ -47,6 +47,10 @@ def router(theirs: str) -> list[Rule]:
     return weight(theirs, f"{LAYER}.mlp.gate")
 
 
+# As most call them.
+ROUTED: list[Rule] = [*router(f"{LAYER}.mlp.gate"), *experts(f"{LAYER}.mlp.experts.{{e}}")]
+
+
 def shared_experts(theirs: str) -> list[Rule]:
     """The rules for the feed-forward that every token passes."""
     return [
@@ -122,3 +126,19 @@ QWEN_EXPERTS: list[Entry] = [
     *AUXILIARY_LOSS,
     *ROUTER_IN_MODEL_DTYPE,
 ]
+
+# The width of what every token passes.
+SHARED_WIDTH: list[Entry] = [
+    Derived(
+        ("shared_expert_intermediate_size",),
+        lambda native: {"shared_expert_intermediate_size": native.shared_expert_intermediate_size},
+        lambda config: {"shared_expert_intermediate_size": config.shared_width},
+    )
+]
+# A list of theirs, one a layer.
+MLP_LAYER_TYPES: list[Entry] = [Field("mlp_layer_types")]
+
+
+def selection_bias(theirs: str) -> list[Rule]:
+    """The bias that experts are picked by, and not weighed by."""
+    return [Rule((theirs,), (f"{LAYER}.mlp.gate.e_score_correction_bias",), rename)]

@@ -11,7 +11,6 @@ GEMMA2: list[Entry] = [
     *LAYER_TYPES,
     Field("hidden_activation", "hidden_act"),
     Field("final_logit_softcapping"),
-    Const("norm_placement", "sandwich"),
     # The width that scores are normed by, as an integer; 144 in the 27B model, whose heads are 128 wide.
     Derived(
         ("query_pre_attn_scalar",),
@@ -27,6 +26,7 @@ GEMMA2: list[Entry] = [
         },
     ),
 ]
+SANDWICH: list[Entry] = [Const("norm_placement", "sandwich")]
 
 GEMMA2_WEIGHTS: list[Rule] = [
     *HEAD,
@@ -41,7 +41,7 @@ GEMMA2_WEIGHTS: list[Rule] = [
 
 FAMILY = Family(
     "gemma2",
-    config=[*GEMMA2, *ROPE, Field("attn_logit_softcapping")],
+    config=[*GEMMA2, *SANDWICH, *ROPE, Field("attn_logit_softcapping")],
     weights=GEMMA2_WEIGHTS,
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Gemma2ForCausalLM"},

@@ -6,7 +6,7 @@ from typing import Any
 from ..entries import Const, Derived, Field, Values
 from ..ops import both
 from ..rules import Family
-from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, SUMMARY, TOKENS, mask_buffers
+from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, NEO_ATTENTION, SUMMARY, TOKENS, mask_buffers
 
 BLOCK = "transformer.h.{i}"
 KINDS = {"global": "full_attention", "local": "sliding_attention"}
@@ -51,12 +51,7 @@ FAMILY = Family(
         *both("transformer.wte", "model.embed_tokens"),
         *both("transformer.wpe", "model.embed_positions"),
         *both(f"{BLOCK}.ln_1", f"{LAYER}.attn_norm.pre"),
-        *[
-            rule
-            for part in "qkv"
-            for rule in both(f"{BLOCK}.attn.attention.{part}_proj", f"{LAYER}.self_attn.{part}_proj")
-        ],
-        *both(f"{BLOCK}.attn.attention.out_proj", f"{LAYER}.self_attn.o_proj"),
+        *NEO_ATTENTION,
         *both(f"{BLOCK}.ln_2", f"{LAYER}.mlp_norm.pre"),
         *both(f"{BLOCK}.mlp.c_fc", f"{LAYER}.mlp.up_proj"),
         *both(f"{BLOCK}.mlp.c_proj", f"{LAYER}.mlp.down_proj"),

@@ -4,7 +4,7 @@ from typing import Any
 
 from ..entries import Const, Derived, Values
 from ..ops import alternating_rows, both, chain, rename, transpose_experts
-from ..rules import Family, Rule
+from ..rules import Family
 from .common import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -12,12 +12,13 @@ from .common import (
     HEAD,
     HEAD_DIM,
     LAYER,
+    MASKED_LAYER_TYPES,
     PRE_NORMS,
     RMS_NORM,
     ROPE,
+    SINKS,
     SIZES,
     SPELLINGS,
-    windows,
 )
 from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ONLY_EXPERTS, ROUTER_IN_MODEL_DTYPE, packed_experts, routing
 
@@ -33,12 +34,6 @@ def _gate_to_theirs(config: Any) -> Values:
     return {"swiglu_alpha": config.swish_beta, "swiglu_limit": config.glu_limit}
 
 
-def _windows_to_theirs(config: Any) -> Values:
-    """Their class makes a windowed mask even where no layer reads it, so it needs a width, and has one by default."""
-    width = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
-    return {"layer_types": config.layer_types, **width}
-
-
 FAMILY = Family(
     "gpt_oss",
     config=[
@@ -49,7 +44,7 @@ FAMILY = Family(
         Const("norm_weight_in_fp32", True),
         Const("keep_in_fp32", ["norms"]),
         *ATTENTION_BIAS,
-        Derived(("sliding_window", "layer_types"), windows, _windows_to_theirs),
+        *MASKED_LAYER_TYPES,
         Const("attention_sinks", True),
         # gate * sigmoid(alpha gate) * (up + 1), whatever hidden_act says.
         Const("hidden_act", "silu"),
@@ -67,7 +62,7 @@ FAMILY = Family(
     weights=[
         *HEAD,
         *ATTENTION,
-        Rule((f"{LAYER}.self_attn.sinks",), (f"{LAYER}.self_attn.sinks",), rename),
+        *SINKS,
         *PRE_NORMS,
         *both(f"{LAYER}.mlp.router", f"{LAYER}.mlp.gate"),
         # Inputs along the rows, and gate and up in turn along the columns.

@@ -4,7 +4,8 @@ from ..entries import Derived, Entry, Field
 from ..rules import Family
 from .common import ATTENTION_BIAS, CAUSAL_LM, LLAMA_CONFIG, LLAMA_WEIGHTS, SPELLINGS
 
-MULTIPLIERS: list[Entry] = [
+# Without the logits', which HyperCLOVA X says the other way round.
+INNER_MULTIPLIERS: list[Entry] = [
     Field("embedding_multiplier", "embedding_scale"),
     Field("residual_multiplier", "residual_scale"),
     Derived(
@@ -12,6 +13,9 @@ MULTIPLIERS: list[Entry] = [
         to_ours=lambda native: {"attention_scale": native.attention_multiplier},
         to_theirs=lambda config: {"attention_multiplier": config.attention_scale or config.head_dim**-0.5},
     ),
+]
+MULTIPLIERS: list[Entry] = [
+    *INNER_MULTIPLIERS,
     Derived(
         ("logits_scaling",),
         to_ours=lambda native: {"logit_scale": 1 / native.logits_scaling},

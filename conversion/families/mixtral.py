@@ -6,6 +6,7 @@ from .common import ATTENTION, CAUSAL_LM, HEAD, LAYER, LLAMA_CONFIG, PRE_NORMS, 
 from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ONLY_EXPERTS, ROUTER_IN_MODEL_DTYPE, experts, router, routing
 
 SPARSE = f"{LAYER}.block_sparse_moe"
+SPARSE_WEIGHTS = [*router(f"{SPARSE}.gate"), *experts(f"{SPARSE}.experts.{{e}}", "w1", "w3", "w2")]
 
 FAMILY = Family(
     "mixtral",
@@ -23,8 +24,7 @@ FAMILY = Family(
         *HEAD,
         *ATTENTION,
         *PRE_NORMS,
-        *router(f"{SPARSE}.gate"),
-        *experts(f"{SPARSE}.experts.{{e}}", "w1", "w3", "w2"),
+        *SPARSE_WEIGHTS,
     ],
     drops=ROTARY_BUFFERS,
     spellings=SPELLINGS,

@@ -3,9 +3,21 @@
 from typing import Any
 
 from ..entries import Derived, Field, Values
-from ..ops import halves, qkv_rows, weight
+from ..ops import qkv_rows, weight
 from ..rules import Family
-from .common import CAUSAL_LM, HEAD, HEAD_DIM, LAYER, PRE_NORMS, QKV, RMS_NORM, SIZES, SPELLINGS, partial_rope
+from .common import (
+    CAUSAL_LM,
+    FUSED_MLP,
+    HEAD,
+    HEAD_DIM,
+    LAYER,
+    PRE_NORMS,
+    QKV,
+    RMS_NORM,
+    SIZES,
+    SPELLINGS,
+    partial_rope,
+)
 
 
 def _rope_to_theirs(config: Any) -> Values:
@@ -38,8 +50,7 @@ FAMILY = Family(
         *PRE_NORMS,
         *weight(f"{LAYER}.self_attn.qkv_proj", QKV, qkv_rows),
         *weight(f"{LAYER}.self_attn.o_proj", f"{LAYER}.self_attn.o_proj"),
-        *weight(f"{LAYER}.mlp.gate_up_proj", [f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"], halves),
-        *weight(f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.down_proj"),
+        *FUSED_MLP,
     ],
     spellings=SPELLINGS,
     architectures={CAUSAL_LM: "Phi3ForCausalLM"},

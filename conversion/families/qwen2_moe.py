@@ -1,10 +1,10 @@
 """Qwen1.5-MoE and Qwen2-57B-A14B: fine-grained experts beside a gated shared one. Qwen 2024, arXiv 2407.10671."""
 
-from ..entries import Const, Derived, Field
+from ..entries import Const, Field
 from ..ops import weight
 from ..rules import Family
 from .common import CAUSAL_LM, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, SLIDING_TAIL, SPELLINGS
-from .experts import LOSS_OUTPUT, QWEN_EXPERTS, experts, router, shared_experts
+from .experts import LOSS_OUTPUT, QWEN_EXPERTS, SHARED_WIDTH, experts, router, shared_experts
 
 FAMILY = Family(
     "qwen2_moe",
@@ -13,11 +13,7 @@ FAMILY = Family(
         *SLIDING_TAIL,
         Field("qkv_bias", "attention_bias"),
         *QWEN_EXPERTS,
-        Derived(
-            ("shared_expert_intermediate_size",),
-            lambda native: {"shared_expert_intermediate_size": native.shared_expert_intermediate_size},
-            lambda config: {"shared_expert_intermediate_size": config.shared_width},
-        ),
+        *SHARED_WIDTH,
         Const("shared_expert_gate", True),
     ],
     weights=[

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..entries import Const, Derived, Entry, Field, Values
-from ..ops import both, only, weight
-from ..rules import Drop, Op, Rule
+from ..ops import both, only, row, weight
+from ..rules import Drop, Rule
 from .common import CAUSAL_LM, LAYER, LAYER_NORM_MLP, TOKENS
 from .encoders import ANSWER, MODEL, SEQUENCE, classifier_dropout, of_task
 from .experts import always
@@ -204,13 +204,10 @@ def _bart_stack(stack: Stack) -> list[Rule]:
     ]
 
 
-# A bias on the logits that is stored as a row, (1, V).
-_ROW = Op("row", to_ours=lambda t, config: [t[0][0]], to_theirs=lambda t, config: [t[0][None]])
-
 BART_WEIGHTS: list[Rule] = [
     *weight("model.encoder.embed_tokens", f"{ENCODER}.embed_tokens"),
     *weight("lm_head", "lm_head"),
-    Rule(("final_logits_bias",), ("lm_head.bias",), _ROW),
+    Rule(("final_logits_bias",), ("lm_head.bias",), row),
     *each_stack(_bart_stack),
 ]
 

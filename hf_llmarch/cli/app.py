@@ -29,7 +29,6 @@ from rich.text import Text
 if TYPE_CHECKING:
     from hf_llmarch.conversion.certificate import Certificate
     from hf_llmarch.conversion.engine import Report
-    from hf_llmarch.study.balance import ExpertLoad
 
 
 class Exit(IntEnum):
@@ -268,63 +267,9 @@ def switches(
     return Answer({"switches": rows}, Group(*tables))
 
 
-# ---- inspect
-
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
-
-
-@command
-def inspect(
-    source: Annotated[str, typer.Argument(help="An llmarch folder or Hub id, or a checkpoint of any family.")],
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the text; default: the model's longest.")] = None,
-    text: Annotated[str | None, typer.Option(help="Run this text, and show how it spreads over the experts.")] = None,
-    revision: Revision = None,
-) -> Answer:
-    """What each layer sees: its attention, its positions, how far back the last token reads; the load of experts; how
-    much of a quantised model is quantised."""
-    from dataclasses import asdict
-
-    from hf_llmarch.conversion.engine import config_of
-    from hf_llmarch.study.analysis import receptive_field
-
-    config = config_of(source, revision=revision)
-    layers = receptive_field(config, length)
-    table = Table(title=f"The last of {length or config.max_position_embeddings:,} tokens", box=box.SIMPLE_HEAD)
-    for column in ("layer", "attention", "heads", "positions", "reads", "reaches", "feed-forward"):
-        table.add_column(column)
-    sparse = config.mlp_layer_types or ["dense"] * config.num_hidden_layers
-    for layer in layers:
-        own = config.layer(layer.layer)
-        heads = f"{own.attention_kind} {own.num_attention_heads}/{own.num_key_value_heads}"
-        reads, reaches = f"{layer.direct:,}", f"{layer.reach:,}"
-        table.add_row(str(layer.layer), layer.kind, heads, layer.positions, reads, reaches, sparse[layer.layer])
-    views: list[RenderableType] = [table]
-    data: dict[str, Any] = {"layers": [asdict(layer) for layer in layers]}
-    if text is not None:
-        loads = expert_loads(source, text, revision)
-        views.append(facts("Experts", {load.name: str(load).partition(": ")[2] for load in loads}))
-        data["experts"] = [{**asdict(load), "entropy": load.entropy, "busiest": load.busiest} for load in loads]
-    if getattr(config, "quantization_config", None):
-        from hf_llmarch.integrations.quantisation import quantised_share
-
-        share = quantised_share(source, revision=revision)
-        views.append(facts("Quantised", share.facts))
-        data["quantised"] = {**asdict(share), "share": share.share, "bits": share.bits, "advice": share.advice}
-    return Answer(data, Group(*views))
-
-
-def expert_loads(source: str, text: str, revision: str | None) -> "list[ExpertLoad]":
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hf_llmarch.study.balance import expert_load
-
-    tokens = AutoTokenizer.from_pretrained(source, revision=revision)(text, return_tensors="pt")
-    model = AutoModelForCausalLM.from_pretrained(source, revision=revision)
-    return expert_load(model, input_ids=tokens.input_ids)
-
-
 # ---- convert, export, verify
 
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")]
 Family = Annotated[str | None, typer.Option(help="The family's `model_type`; default: what the source says.")]
 DType = Annotated[
     str | None, typer.Option(help="Cast to `float32`, `bfloat16` or `float16`; default: keep every byte.")

@@ -1,0 +1,62 @@
+"""ERNIE 4.5 21B-A3B and 300B-A47B: ERNIE with experts that a bias picks, beside shared ones. Baidu 2025."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..entries import Const, Derived, Field, Values
+from ..ops import row
+from ..rules import Rule
+from .common import LAYER, LLAMA_WEIGHTS
+from .decoders import decoder
+from .deepseek_v3 import BIAS
+from .ernie4_5 import ERNIE
+from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ROUTED, always, as_theirs, shared_experts
+
+
+def _sparse_layers(native: Any) -> Values:
+    last = native.moe_layer_end_index if native.moe_layer_end_index >= 0 else native.num_hidden_layers - 1
+    sparse = [
+        native.moe_layer_start_index <= i <= last and (i + 1) % native.moe_layer_interval == 0
+        for i in range(native.num_hidden_layers)
+    ]
+    return {"mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse]}
+
+
+def _sparse_layers_to_theirs(config: Any) -> Values:
+    """Every layer from the first sparse one to the last."""
+    kinds = config.mlp_layer_types or ["sparse"] * config.num_hidden_layers
+    sparse = [i for i, kind in enumerate(kinds) if kind == "sparse"] or [0]
+    return {"moe_layer_start_index": sparse[0], "moe_layer_end_index": sparse[-1], "moe_layer_interval": 1}
+
+
+FAMILY = decoder(
+    "ernie4_5_moe",
+    "Ernie4_5_Moe",
+    [
+        *ERNIE,
+        # Theirs is of attention, dense and shared feed-forwards, ours of experts as well.
+        always("use_bias", False),
+        Field("moe_num_experts", "num_experts"),
+        Field("moe_k", "num_experts_per_tok"),
+        Field("moe_num_shared_experts", "num_shared_experts"),
+        Field("moe_intermediate_size"),
+        Derived(
+            ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+            _sparse_layers,
+            _sparse_layers_to_theirs,
+        ),
+        Const("router_selection_bias", True),
+        Const("norm_topk_prob", True),
+        # The least sum of weights to divide by, which those of a softmax never reach.
+        as_theirs(("moe_norm_min",), lambda config: {}),
+        *AUXILIARY_LOSS,
+    ],
+    [
+        *LLAMA_WEIGHTS,
+        *ROUTED,
+        *shared_experts(f"{LAYER}.mlp.shared_experts"),
+        Rule((f"{LAYER}.mlp.moe_statics.e_score_correction_bias",), (BIAS,), row),
+    ],
+    inert=LOSS_OUTPUT,
+)
