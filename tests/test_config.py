@@ -356,6 +356,7 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"keep_in_fp32": ["ffn_output"], "norm_placement": "post"},
         {"keep_in_fp32": ["ffn_output"], "final_norm": False},
     ],
+    ("keep_in_fp32", "attention_sinks"): [{"keep_in_fp32": ["sinks"]}],
     ("keep_in_fp32", "norm_weight_in_fp32"): [{"keep_in_fp32": ["norms"]}],
     ("keep_in_fp32", "router_in_fp32", "num_experts"): [
         {"keep_in_fp32": ["router"]},

@@ -19,7 +19,7 @@ from .common import (
     SIZES,
     SPELLINGS,
 )
-from .experts import LOSS_OUTPUT, ROUTED, always, as_theirs, expert_width, routing, shared_experts
+from .experts import LOSS_OUTPUT, ROUTED, ROUTER_STAYS_IN_FP32, always, as_theirs, expert_width, routing, shared_experts
 
 ATTN = f"{LAYER}.self_attn"
 
@@ -73,7 +73,6 @@ DENSE_FIRST: list[Entry] = [
     always("moe_layer_freq", 1),
 ]
 DEEPSEEK_CONFIG: list[Entry] = [
-    Const("keep_in_fp32", ["router"]),
     *SIZES,
     *ROPE,
     *RMS_NORM,
@@ -117,6 +116,7 @@ FAMILY = Family(
     # No norm_topk_prob: transformers' class ignores it, DeepSeek's own code does not.
     config=[
         *DEEPSEEK_CONFIG,
+        *ROUTER_STAYS_IN_FP32,
         Const("rope_interleaved", True),
         Const("norm_topk_prob", False),
         always("scoring_func", "softmax"),

@@ -11,7 +11,7 @@ from .common import LAYER, LLAMA_WEIGHTS
 from .decoders import decoder
 from .deepseek_v3 import BIAS
 from .ernie4_5 import ERNIE
-from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ROUTED, always, as_theirs, shared_experts
+from .experts import AUXILIARY_LOSS, LOSS_OUTPUT, ROUTED, ROUTER_STAYS_IN_FP32, always, as_theirs, shared_experts
 
 
 def _sparse_layers(native: Any) -> Values:
@@ -51,6 +51,7 @@ FAMILY = decoder(
         # The least sum of weights to divide by, which those of a softmax never reach.
         as_theirs(("moe_norm_min",), lambda config: {}),
         *AUXILIARY_LOSS,
+        *ROUTER_STAYS_IN_FP32,
     ],
     [
         *LLAMA_WEIGHTS,

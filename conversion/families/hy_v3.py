@@ -3,7 +3,17 @@
 from ..entries import Const, Field
 from .common import ATTENTION_BIAS, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, QK_NORM
 from .decoders import decoder
-from .experts import LOSS_OUTPUT, MLP_LAYER_TYPES, always, experts, router, routing, selection_bias, shared_experts
+from .experts import (
+    LOSS_OUTPUT,
+    MLP_LAYER_TYPES,
+    ROUTER_STAYS_IN_FP32,
+    always,
+    experts,
+    router,
+    routing,
+    selection_bias,
+    shared_experts,
+)
 
 FAMILY = decoder(
     "hy_v3",
@@ -19,6 +29,7 @@ FAMILY = decoder(
         Field("moe_intermediate_size"),
         Field("num_shared_experts"),
         *MLP_LAYER_TYPES,
+        *ROUTER_STAYS_IN_FP32,
         Const("router_score", "sigmoid"),
         Const("router_selection_bias", True),
         Const("norm_topk_prob", True),

@@ -50,7 +50,7 @@ RouterLossScope = Literal["sequence", "batch", "model"]
 Overflow = Literal["drop", "next_best"]
 ExpertsLayout = Literal["packed", "linear"]
 Fp16Clamp = Literal["none", "layer", "branch"]
-KeptInFp32 = Literal["ffn_output", "norms", "router"]
+KeptInFp32 = Literal["ffn_output", "norms", "router", "sinks"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 
 # These are None until the config is built, or where nothing reads them: to those who read them they are never None.
@@ -463,7 +463,7 @@ class BlockSwitches:
     keep_in_fp32: list[KeptInFp32] | None = model_switch(None)
     """Weights that `from_pretrained` leaves in fp32: `ffn_output` when loading in fp16, the last projection of dense
     feed-forwards, and with it the residual stream (T5); `norms` when loading in fp16 (gpt-oss); `router` when loading
-    in fp16 or bf16 (DeepSeek).
+    in fp16 or bf16 (DeepSeek), and so `sinks`, the logits of `attention_sinks` (Flint).
     """
 
     hidden_dropout: Number = switch(0.0, least=0, most=1)
@@ -1266,6 +1266,11 @@ CONSTRAINTS: tuple[Constraint, ...] = (
             "ffn_output" not in (c.keep_in_fp32 or ()) or (c.norm_placement in ("pre", "sandwich") and c.final_norm)
         ),
         "ffn_output makes the residual stream fp32, so a norm must stand before all that reads it.",
+    ),
+    Constraint(
+        ("keep_in_fp32", "attention_sinks"),
+        lambda c: "sinks" not in (c.keep_in_fp32 or ()) or c.attention_sinks,
+        "there are no sinks to keep: set attention_sinks=True.",
     ),
     Constraint(
         ("keep_in_fp32", "norm_weight_in_fp32"),

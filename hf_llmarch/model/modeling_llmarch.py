@@ -65,6 +65,7 @@ KEPT_IN_FP32: dict[KeptInFp32, tuple[str, tuple[torch.dtype, ...]]] = {
     "ffn_output": ("mlp.down_proj", (torch.float16,)),
     "norms": ("norm", (torch.float16,)),
     "router": ("mlp.gate.weight", (torch.float16, torch.bfloat16)),
+    "sinks": ("self_attn.sinks", (torch.float16, torch.bfloat16)),
 }
 
 
