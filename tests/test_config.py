@@ -4,15 +4,21 @@ import copy
 import dataclasses
 import json
 import logging
+import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_llmarch import LlmArchConfig, LlmArchForCausalLM
+from hf_llmarch.conversion.entries import Field
+from hf_llmarch.conversion.families import families
 from hf_llmarch.model import configuration_llmarch as configuration
 from hf_llmarch.model.attention import QK_NORM_SHAPES
 from hf_llmarch.model.block import ATTENTIONS, BLOCKS
@@ -98,6 +104,103 @@ def test_json_numbers_are_numbers() -> None:
 def test_near_misses_are_refused_with_the_name_that_was_meant(typo: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"Unknown field '{typo}'. Did you mean '{meant}'"):
         tiny_config(**{typo: 1})
+
+
+def names_of_others() -> dict[str, set[str]]:
+    """What the configs of transformers call fields of ours: by the conversion's tables, and by their own."""
+    ours = {f.name for f in LlmArchConfig.switches()}
+    found: dict[str, set[str]] = {}
+    for name, family in families().items():
+        for entry in family.config:
+            if isinstance(entry, Field):
+                found.setdefault(entry.name, set()).update(entry.ours)
+        for general, theirs in (CONFIG_MAPPING[name].attribute_map if name in CONFIG_MAPPING else {}).items():
+            found.setdefault(theirs, set()).update({general} & ours)
+    return {name: meant for name, meant in found.items() if meant and name not in ours}
+
+
+@pytest.mark.parametrize(("name", "meant"), names_of_others().items(), ids=names_of_others())
+def test_names_of_other_configs_are_refused_with_ours(name: str, meant: set[str]) -> None:
+    with pytest.raises(ValueError, match=f"Unknown field '{name}'. Did you mean ") as told:
+        tiny_config(**{name: 7})
+    assert meant & set(re.findall(r"'(\w+)'", str(told.value)))
+    with pytest.raises(ValueError, match=f"Unknown field '{name}'. Did you mean "):
+        setattr(tiny_config(), name, 7)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("num_kv_heads", "num_key_value_heads"), ("n_embd", "hidden_size")])
+def test_a_name_that_is_not_near_is_understood(name: str, meant: str) -> None:
+    assert f"Did you mean '{meant}'" in refusal(**{name: 3})
+
+
+def test_other_names_of_the_same_value_say_nothing_new(tmp_path: Path) -> None:
+    """Tools switch dropout off by the names of BERT and GPT-2, on configs of any model."""
+    config = tiny_config(n_embd=48, hidden_dropout_prob=0.0)
+    config.attn_pdrop = config.hidden_dropout_prob = 0.0
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).hidden_dropout == 0.0
+    assert not {"n_embd", "attn_pdrop", "hidden_dropout_prob"} & set(json.loads((tmp_path / "config.json").read_text()))
+    with pytest.raises(ValueError, match="Did you mean 'hidden_dropout'"):
+        config.hidden_dropout_prob = 0.1
+
+
+@pytest.mark.parametrize("field", ["hidden_act", "head_act", "classifier_act"])
+def test_an_unknown_activation_is_refused_by_the_config(field: str) -> None:
+    switches = {"topology": "encoder", "lm_head_transform": True, "classifier_dense": True}
+    assert f"{field}='silo' is not one of" in refusal(**switches, **{field: "silo"})
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("nom_type", "norm_type"), ("hidden_sise", "hidden_size")])
+def test_a_near_miss_is_not_set(typo: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"Unknown field '{typo}'. Did you mean '{meant}'"):
+        setattr(tiny_config(), typo, 1)
+
+
+# -- the config of a model --------------------------------------------------------------------------------------------
+
+
+def models() -> dict[str, Any]:
+    model = LlmArchForCausalLM(tiny_config())
+    return {"built": model, "copied": copy.deepcopy(model), "pickled": pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("model", models().values(), ids=models())
+def test_a_switch_that_the_model_has_read_is_not_set(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"norm_placement=.sandwich. would change nothing.*from_pretrained"):
+        model.config.norm_placement = "sandwich"
+    assert model.config.norm_placement == "pre"
+    model.config.norm_placement = "pre"  # vLLM writes back what it has read
+    # The ways that the message names.
+    of_a_copy = LlmArchConfig.from_dict(model.config.to_dict(), norm_placement="sandwich")
+    assert len(LlmArchForCausalLM(of_a_copy).state_dict()) > len(model.state_dict())
+    model.save_pretrained(tmp_path)
+    assert LlmArchForCausalLM.from_pretrained(tmp_path, norm_placement="sandwich").config.norm_placement == "sandwich"
+    copied = copy.deepcopy(model.config)
+    copied.norm_placement = "sandwich"
+    model.config.restate(norm_placement="sandwich")
+    assert model.config.to_dict() == copied.to_dict()
+    with pytest.raises(ValueError, match="'nom_type' is no switch"):
+        model.config.restate(nom_type="rmsnorm")
+
+
+def test_what_tools_set_on_the_config_of_a_model_is_set() -> None:
+    model = LlmArchForCausalLM(tiny_config(num_experts=4))
+    told: dict[str, Any] = {
+        **{"use_cache": False, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": [3, 4]},
+        **{"output_hidden_states": True, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+        **{"tie_word_embeddings": True, "vocab_size": 101, "num_hidden_layers": 2, "max_position_embeddings": 128},
+        **{"dtype": torch.bfloat16, "torch_dtype": torch.float32, "return_dict": False, "problem_type": "regression"},
+        **{"_attn_implementation": "eager", "name_or_path": "x", "architectures": ["X"], "num_labels": 5},
+        **{"pretraining_tp": 1, "quantization_config": None, "max_length": 7, "is_causal": False, "_name_or_path": "y"},
+        **{"intermediate_size": 30, "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 40},
+        **{"mtp_layer_types": None, "is_decoder": True, "id2label": {0: "a"}, "unsloth_version": "1", "some_tool": 1},
+    }
+    for name, value in told.items():
+        setattr(model.config, name, value)
+        if name != "num_labels":
+            assert getattr(model.config, name) == value
+    model = LlmArchForCausalLM(tiny_config())
+    assert model.resize_token_embeddings(105).weight.shape[0] == model.config.vocab_size == 105
 
 
 def test_other_unknown_names_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -234,12 +337,30 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"position_encoding": "sinusoidal", "positions_skip_padding": True},
         {"position_encoding": "learned", "positions_skip_padding": True, "pad_token_id": 1},
     ],
+    ("positions_follow_mask", "position_encoding", "position_offset", "positions_skip_padding", "alibi_in_bf16"): [
+        {"position_encoding": "learned", "positions_follow_mask": True},
+        {"position_encoding": "alibi", "positions_follow_mask": True, "alibi_in_bf16": True},
+        {
+            **{"position_encoding": "learned", "position_offset": 2, "pad_token_id": 1},
+            **{"positions_skip_padding": True, "positions_follow_mask": True},
+        },
+    ],
     ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"): [
         {**ONE_GROUP, "sliding_window": 5, "layer_types": MIXED["layer_types"]},
         {**ONE_GROUP, "num_experts": 6, "mlp_layer_types": ["dense", "sparse", "sparse"]},
         {**ONE_GROUP, "nope_layers": [1]},
         {**ONE_GROUP, "first_attention_norm": False},
         {**ONE_GROUP, "attention_scale_by_layer": True},
+    ],
+    ("keep_in_fp32", "norm_placement", "final_norm"): [
+        {"keep_in_fp32": ["ffn_output"], "norm_placement": "post"},
+        {"keep_in_fp32": ["ffn_output"], "final_norm": False},
+    ],
+    ("keep_in_fp32", "attention_sinks"): [{"keep_in_fp32": ["sinks"]}],
+    ("keep_in_fp32", "norm_weight_in_fp32"): [{"keep_in_fp32": ["norms"]}],
+    ("keep_in_fp32", "router_in_fp32", "num_experts"): [
+        {"keep_in_fp32": ["router"]},
+        {"keep_in_fp32": ["router"], "num_experts": 4, "router_in_fp32": False},
     ],
     ("topology", "parallel_block"): [{"topology": "encoder-decoder", "parallel_block": True}],
     ("topology", "attention_chunk_size"): [
@@ -291,6 +412,7 @@ UNREAD: dict[str, Any] = {
     "pooler": True,
     "first_attention_norm": {"norm_placement": "branch"},
     "positions_skip_padding": True,
+    "positions_follow_mask": True,
     "relative_attention_shared": False,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 7,
@@ -495,11 +617,75 @@ def test_auto_map_serves_every_head_whatever_is_saved(tmp_path: Path) -> None:
     assert written["auto_map"] == dict(configuration.AUTO_MAP)
 
 
+def test_the_rule_of_heads_says_which_number_divides_which() -> None:
+    assert "num_key_value_heads must divide num_attention_heads" in refusal(
+        num_attention_heads=8, num_key_value_heads=3, head_dim=10
+    )
+
+
 def test_keywords_of_from_pretrained_override_what_was_saved(tmp_path: Path) -> None:
     tiny_config().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path, attention_bias=True, norm_placement="sandwich")
     assert config.attention_bias
     assert config.norm_placement == "sandwich"
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SCALED = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 777.0, "partial_rotary_factor": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "expected"),
+    [
+        ({"rope_theta": 5e5}, LINEAR, {**LINEAR, "rope_theta": 5e5}),
+        ({"rope_theta": 5e5}, {"type": "linear", "factor": 2.0}, {**LINEAR, "rope_theta": 5e5}),
+        (SCALED, LINEAR, {**LINEAR, "rope_theta": 777.0, "partial_rotary_factor": 0.4}),
+        (SCALED, {"factor": 8.0}, {**SCALED, "factor": 8.0}),
+        (SCALED, {"rope_type": "yarn", "factor": 8.0}, {**SCALED, "factor": 8.0}),
+        (SCALED, {"rope_theta": 9.0}, {**SCALED, "rope_theta": 9.0}),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_rope_given_beside_a_saved_config_keeps_the_rest(
+    saved: dict[str, Any], given: dict[str, Any], expected: dict[str, Any], spelling: str, tmp_path: Path
+) -> None:
+    tiny_config(rope_parameters=saved).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, **{spelling: dict(given)})
+    assert {name: config.rope_parameters[name] for name in expected} == expected
+    assert ("beta_fast" in config.rope_parameters) <= (config.rope_parameters["rope_type"] == "yarn")
+
+
+def test_rope_given_by_layer_type_keeps_the_rest(tmp_path: Path) -> None:
+    full, sliding = LOCAL_AND_GLOBAL["full_attention"], LOCAL_AND_GLOBAL["sliding_attention"]
+    tiny_config(**MIXED, rope_parameters=LOCAL_AND_GLOBAL).save_pretrained(tmp_path / "nested")
+    found = AutoConfig.from_pretrained(tmp_path / "nested", rope_parameters={"full_attention": {"factor": 9.0}})
+    assert found.rope_parameters["full_attention"] == {**full, "factor": 9.0}
+    assert found.rope_parameters["sliding_attention"].items() >= sliding.items()
+    with pytest.raises(ValueError, match="full_attention and sliding_attention"):
+        AutoConfig.from_pretrained(tmp_path / "nested", rope_parameters=LINEAR)
+    tiny_config(**MIXED, rope_parameters={"rope_theta": 5e5}).save_pretrained(tmp_path / "flat")
+    found = AutoConfig.from_pretrained(tmp_path / "flat", rope_parameters={"full_attention": dict(LINEAR)})
+    assert found.rope_parameters["full_attention"] == {**LINEAR, "rope_theta": 5e5}
+    assert found.rope_parameters["sliding_attention"]["rope_theta"] == 5e5
+
+
+def test_a_source_stack_given_beside_a_saved_one_keeps_the_rest(tmp_path: Path) -> None:
+    stack = {"num_hidden_layers": 2, "intermediate_size": 20}
+    tiny_config(topology="encoder-decoder", source_stack=stack).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, source_stack={"num_hidden_layers": 4})
+    assert config.source_stack == {"num_hidden_layers": 4, "intermediate_size": 20}
+    assert AutoConfig.from_pretrained(tmp_path, source_stack=None).source_stack is None
+
+
+@pytest.mark.parametrize(("width", "kind"), [("sliding_window", "sliding"), ("attention_chunk_size", "chunked")])
+def test_a_window_given_beside_a_saved_config_comes_and_goes(width: str, kind: str, tmp_path: Path) -> None:
+    tiny_config().save_pretrained(tmp_path / "full")
+    found = AutoConfig.from_pretrained(tmp_path / "full", **{width: 6})
+    assert found.layer_types == [f"{kind}_attention"] * 3
+    mixed = [f"{kind}_attention", "full_attention", f"{kind}_attention"]
+    tiny_config(**{width: 6}, layer_types=mixed).save_pretrained(tmp_path / "mixed")
+    assert AutoConfig.from_pretrained(tmp_path / "mixed", **{width: 8}).layer_types == mixed
+    assert AutoConfig.from_pretrained(tmp_path / "mixed", **{width: None}).layer_types == ["full_attention"] * 3
 
 
 # -- ranges -----------------------------------------------------------------------------------------------------------

@@ -315,6 +315,38 @@ def test_problem_types(case: str, kind: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("wanted", [False, True, None])
+@pytest.mark.parametrize("case", ["bert", "roberta", "xlm-roberta", "albert"])
+def test_the_pooler_may_be_left_out(case: str, wanted: bool | None, tmp_path: Path) -> None:
+    """A keyword of the native classes, of which several are so without one."""
+    build(case, MODEL, tmp_path / "theirs", options={})
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(foreign_config(case, MODEL)))
+    convert(tmp_path / "theirs", tmp_path / "ours", progress=False)
+    given = {} if wanted is None else {"add_pooling_layer": wanted}
+    models = (transformers.AutoModel.from_pretrained(tmp_path / side, **given).eval() for side in ("ours", "theirs"))
+    ours, native = (model(**inputs(CASES[case])) for model in models)
+    if wanted is False:
+        assert native.pooler_output is None
+        assert ours.get("pooler_output") is None
+    else:
+        assert_close(ours.pooler_output, native.pooler_output)
+    with pytest.raises(ValueError, match=r"add_pooling_layer=True.*topology='decoder'"):
+        LlmArchModel(LlmArchConfig(num_hidden_layers=1), add_pooling_layer=True)
+
+
+@pytest.mark.parametrize("ours", [MASKED_LM, SEQUENCE, TOKEN, ANSWER])
+def test_every_weight_that_trains_has_a_gradient(ours: str, tmp_path: Path) -> None:
+    """Else DistributedDataParallel raises at its second step; what a head does not read is carried along untrained."""
+    config = encoder_config(pooler=True, classifier_pooling="pooler", num_labels=LABELS, architectures=None)
+    getattr(hf_llmarch, ours)(config).save_pretrained(tmp_path)
+    model = getattr(hf_llmarch, ours).from_pretrained(tmp_path)
+    batch = inputs({"type_vocab_size": 2})
+    model(**batch, **labels(ours, batch)).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+    assert "model.pooler.dense.weight" in model.state_dict()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", ["bert", "albert"])
 def test_a_base_model_without_its_pooler(case: str, tmp_path: Path) -> None:
     converted = build(case, MODEL, tmp_path, options={"add_pooling_layer": False})
@@ -386,6 +418,44 @@ def test_positions_of_roberta_given_embeddings(tmp_path: Path) -> None:
     embeds = torch.randn(2, 7, 36)
     mine, theirs = (model(inputs_embeds=embeds).last_hidden_state for model in (converted.ours, converted.native))
     assert_close(mine, theirs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_masked_inside_a_text(case: str, tmp_path: Path) -> None:
+    converted = build(case, MODEL, tmp_path)
+    ids, mask = inputs({})["input_ids"], torch.ones(3, LENGTH, dtype=torch.long)
+    mask[0, 5:8] = mask[1, 11] = mask[2, :3] = mask[2, 15] = 0
+    mine, theirs = (model(ids, attention_mask=mask).last_hidden_state for model in (converted.ours, converted.native))
+    assert_close(mine[mask.bool()], theirs[mask.bool()])
+
+
+# Positions `(1 or 3, LENGTH)` that say no more than where tokens stand. In several rows a restart is no other text.
+PLACES = {
+    "none": torch.zeros(1, LENGTH, dtype=torch.long),
+    "one row for all": torch.arange(LENGTH)[None],
+    "backwards": torch.arange(LENGTH).flip(0)[None],
+    "every other": torch.arange(0, 2 * LENGTH, 2)[None],
+    "a gap": torch.cat((torch.arange(7), torch.arange(11, LENGTH + 4)))[None],
+    "left-padded": (torch.arange(LENGTH) - torch.tensor([0, 5, 9])[:, None]).clamp(min=0),
+    "restarting": torch.arange(LENGTH).remainder(8).repeat(3, 1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("case", [case for case in CASES if model_type(case) != "roformer"])  # it takes no positions
+def test_positions_are_read_as_the_native_class_reads_them(case: str, places: str, rows: int, tmp_path: Path) -> None:
+    if (places, rows) == ("restarting", 1):
+        return  # packed documents, see below
+    converted = build(case, MODEL, tmp_path)
+    ids, position_ids = inputs({}, "left")["input_ids"][-rows:], PLACES[places]
+    given = {"input_ids": ids, "position_ids": position_ids[-rows:]}
+    # RoBERTa's class takes rows of its table, where ours takes places in the text, as `generate` gives them to both.
+    rows_read = given["position_ids"] + (PAD + 1 if "roberta" in case else 0)
+    theirs = converted.native(ids, position_ids=rows_read.expand(rows, -1)).last_hidden_state
+    assert_close(converted.ours(**given).last_hidden_state, theirs)
 
 
 # -- on disk -----------------------------------------------------------------------------------------------------------
@@ -775,7 +845,7 @@ def test_packed_documents_do_not_see_each_other(switches: dict[str, Any], backen
     redraw(model)
     model.eval().set_attn_implementation(backend)
     ids = inputs({})["input_ids"][:1]
-    parts = ids.split([6, 9, LENGTH - 15], dim=1)
+    parts = ids.split([6, 8, 1, LENGTH - 15], dim=1)  # one of a single token
     position_ids = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     packed = model(ids, position_ids=position_ids).logits
     assert_close(packed, torch.cat([model(part).logits for part in parts], dim=1))

@@ -40,6 +40,7 @@ from hf_llmarch.conversion.engine import convert, load
 from hf_llmarch.conversion.errors import CheckpointError, NotExpressible, UnsupportedField
 from hf_llmarch.conversion.families import families
 from hf_llmarch.conversion.plans import Plan, export_plan, plan
+from hf_llmarch.model.compat import CACHE
 from tiny import assert_close, differs, tiny_stack
 
 Config = dict[str, Any]
@@ -198,6 +199,54 @@ def test_every_number_of_a_forward(converted: Converted, backend: str) -> None:
         ):
             for mine, theirs in zip(ours[name], native[name], strict=True):
                 assert_close(mine.transpose(1, 2)[real[queries]], theirs.transpose(1, 2)[real[queries]], "native")
+
+
+@torch.no_grad()
+def test_tokens_masked_inside_a_text(converted: Converted) -> None:
+    """In both stacks, which give no positions; at once, and the decoder's in two parts with a cache."""
+    given = inputs_of(converted.native)
+    if converted.native.config.model_type != "switch_transformers":  # see `padded`
+        given["attention_mask"][:, 5] = given["decoder_attention_mask"][:, 3] = 0
+    real = given["decoder_attention_mask"].bool()
+    expected = converted.native(**given).logits[real]
+    assert_close(converted.ours(**given).logits[real], expected, "native")
+    if converted.plan.config.expert_capacity is not None:
+        return  # an expert's room is that of a call
+    cut, names = 5, ("decoder_input_ids", "decoder_attention_mask")
+    ids, mask = (given.pop(name) for name in names)
+
+    def in_two_parts(model: Any) -> torch.Tensor:
+        first = model(**given, decoder_input_ids=ids[:, :cut], decoder_attention_mask=mask[:, :cut])
+        then = {"decoder_input_ids": ids[:, cut:], "decoder_attention_mask": mask, CACHE: first.get(CACHE)}
+        return torch.cat((first.logits, model(**given, **then).logits), 1)[real]
+
+    # M2M-100 counts a cache's padding, so its parts are not the whole.
+    assert_close(in_two_parts(converted.ours), in_two_parts(converted.native), "native")
+
+
+EXPERTS: Config = {"num_experts": 3, "topology": "encoder-decoder", "decoder_start_token_id": 3}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", [False, True])
+def test_outputs_asked_for_by_the_config_are_those_asked_for_by_the_call(base: bool) -> None:
+    """Of both stacks, under the names of native encoder-decoders; `set_experts_implementation` reaches both too."""
+    model = tiny_stack(**EXPERTS)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    assert model.model.encoder.config._experts_implementation == model.config._experts_implementation == "eager"
+    ids = random_ids(2, 5)
+    flags = dict.fromkeys(("output_hidden_states", "output_attentions", "output_router_logits"), True)
+    called = model.model if base else model
+    by_call = called(ids, decoder_input_ids=ids, **flags)
+    for name in flags:
+        setattr(model.config, name, True)
+    by_config = called(ids, decoder_input_ids=ids)
+    for name in ("hidden_states", "attentions", "router_logits"):
+        for side in ("encoder", "decoder"):
+            mine, theirs = by_config[f"{side}_{name}"], by_call[f"{side}_{name}"]
+            assert len(mine) == 3 + (name == "hidden_states")
+            assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -20,10 +20,12 @@ from tiny import (
     BOTH,
     ENCODER,
     EXCEPTIONS,
+    MIXED,
     MLA,
     MOE,
     STACKS,
     SWITCHES,
+    TEXT_LENGTH,
     TRAINING_ONLY,
     Variant,
     assert_close,
@@ -359,6 +361,43 @@ def test_positions_skip_padding(position_encoding: str) -> None:
     assert differs(ours, plain(**given).logits[mask.bool()])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("topology", ["decoder", "encoder"])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"position_encoding": "learned", "position_offset": 2},
+        {"position_encoding": "sinusoidal"},
+        {"position_encoding": "alibi"},
+        {"position_encoding": "alibi", **MIXED},
+    ],
+)
+def test_positions_follow_the_mask(switches: dict[str, Any], topology: str) -> None:
+    """Tokens that a mask keeps are what they would be were the others not there."""
+    model = tiny_stack(**switches, topology=topology, positions_follow_mask=True)
+    if "sliding_window" in switches:
+        model.config.restate(sliding_window=2 * TEXT_LENGTH)  # a window counts the masked tokens as well
+    ids, mask = text(), torch.ones_like(text())
+    mask[0, :4] = mask[0, 9] = mask[1, 3:8] = mask[1, 12] = 0
+    expected = [model(row[kept.bool()][None]).logits[0] for row, kept in zip(ids, mask, strict=True)]
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], torch.cat(expected))
+    plain = tiny_stack(**switches, topology=topology)(ids, attention_mask=mask).logits[mask.bool()]
+    assert differs(plain, torch.cat(expected))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_alibi_follows_a_masks_holes_as_bloom_does(cache: str) -> None:
+    """A text is written on as if the tokens that a mask leaves out were not there, with the masks that `generate` makes
+    beforehand for a static cache as well."""
+    model = tiny_model(position_encoding="alibi", positions_follow_mask=True)
+    ids, mask = text(1), torch.ones_like(text(1))
+    mask[0, 4:11] = 0
+    options: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    written = model.generate(ids, attention_mask=mask, cache_implementation=cache, disable_compile=True, **options)
+    expected = model.generate(ids[mask.bool()][None], **options)
+    assert written[0, TEXT_LENGTH:].tolist() == expected[0, -7:].tolist()
+
+
 def test_decoder_start_token_begins_what_labels_become() -> None:
     model = tiny_stack(**{**BOTH, "decoder_start_token_id": 7, "pad_token_id": 0})
     assert isinstance(model, LlmArchForConditionalGeneration)
@@ -366,8 +405,3 @@ def test_decoder_start_token_begins_what_labels_become() -> None:
     assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[7, 5, 6], [7, 9, 0]]
     model.config.wrap_decoder_start = True
     assert model.prepare_decoder_input_ids_from_labels(labels).tolist() == [[8, 5, 6], [9, 9, 0]]
-
-
-def test_unknown_activation_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="hidden_act='siluu'"):
-        LlmArchForCausalLM(tiny_config(hidden_act="siluu"))

@@ -21,6 +21,7 @@ FAMILY = Family(
         *ALL_BIASES,
         Const("hidden_act", "gelu_pytorch_tanh"),
         Const("position_encoding", "alibi"),
+        Const("positions_follow_mask", True),
         Const("embedding_norm", True),
     ],
     weights=[

@@ -21,6 +21,7 @@ from .common import (
 )
 from .experts import (
     ROUTED,
+    ROUTER_STAYS_IN_FP32,
     always,
     as_ours,
     as_theirs,
@@ -130,6 +131,7 @@ FAMILY = Family(
         Const("rope_interleaved", True),
         *experts_after_dense(
             *FINE_EXPERTS,
+            *ROUTER_STAYS_IN_FP32,
             Const("norm_topk_prob", False),
             # transformers' class does not read it; DeepSeek's own code does.
             always("norm_topk_prob", False),

@@ -12,7 +12,7 @@ from ..ops import rename
 from ..rules import Drop, Family, Rule
 from .common import CAUSAL_LM, LAYER, SPELLINGS
 from .deepseek_v2 import DEEPSEEK_CONFIG, DEEPSEEK_WEIGHTS, FINE_EXPERTS, experts_after_dense, groups, groups_to_theirs
-from .experts import always, as_theirs
+from .experts import ROUTER_STAYS_IN_FP32, always, as_theirs
 
 BIAS = f"{LAYER}.mlp.gate.e_score_correction_bias"
 EXTRA = "model.layers.{m}"
@@ -34,6 +34,7 @@ def _group_score(native: Any) -> Values:
 
 
 SIGMOID_ROUTER: list[Entry] = [
+    *ROUTER_STAYS_IN_FP32,
     Const("router_score", "sigmoid"),
     Const("router_selection_bias", True),
     Field("norm_topk_prob"),

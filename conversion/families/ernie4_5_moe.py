@@ -15,6 +15,7 @@ from .experts import (
     AUXILIARY_LOSS,
     LOSS_OUTPUT,
     ROUTED,
+    ROUTER_STAYS_IN_FP32,
     always,
     as_ours,
     as_theirs,
@@ -64,6 +65,7 @@ FAMILY = decoder(
                 # The least sum of weights to divide by, which those of a softmax never reach.
                 as_theirs(("moe_norm_min",), lambda config: {}),
                 *AUXILIARY_LOSS,
+                *ROUTER_STAYS_IN_FP32,
             ],
         ),
         as_theirs(

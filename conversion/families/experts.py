@@ -99,6 +99,8 @@ AUXILIARY_LOSS: list[Entry] = [Field("router_aux_loss_coef"), Const("router_aux_
 LOSS_OUTPUT = ("output_router_logits",)
 # Router logits in the model's own dtype, as in all classes but DeepSeek's.
 ROUTER_IN_MODEL_DTYPE: list[Entry] = [Const("router_in_fp32", False)]
+# Their classes say `_keep_in_fp32_modules_strict = ["gate.weight"]`.
+ROUTER_STAYS_IN_FP32: list[Entry] = [Const("keep_in_fp32", ["router"])]
 # `intermediate_size` is the width of an expert; there is no dense layer.
 ONLY_EXPERTS: list[Entry] = [as_theirs((), lambda config: {"intermediate_size": expert_width(config)})]
 

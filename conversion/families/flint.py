@@ -27,6 +27,8 @@ FAMILY = decoder(
         Const("norm_weight_in_fp32", True),
         Const("qk_norm", "head"),
         Const("attention_sinks", True),
+        Const("scores_in_fp32", True),
+        Const("keep_in_fp32", ["router", "sinks"]),
         *MASKED_LAYER_TYPES,
         FULL_WITHOUT_POSITION,
         *qwen_experts_and(*SHARED_WIDTH, Const("router_score", "sigmoid"), Const("router_in_fp32", True)),

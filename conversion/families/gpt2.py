@@ -14,6 +14,7 @@ FAMILY = Family(
         Field("n_inner", "intermediate_size"),
         Field("activation_function", "hidden_act"),
         Field("scale_attn_by_inverse_layer_idx", "attention_scale_by_layer"),
+        Field("reorder_and_upcast_attn", "scores_in_fp32"),
         Derived(
             ("scale_attn_weights",),
             to_ours=lambda native: {"attention_scale": None if native.scale_attn_weights else 1.0},
@@ -39,6 +40,5 @@ FAMILY = Family(
     # OpenAI's release on the Hub is the bare base model.
     spellings=({}, {"transformer.": ""}),
     architectures={CAUSAL_LM: "GPT2LMHeadModel"},
-    # The second: the same formula with another rounding in half precision.
-    inert=(*SUMMARY, "reorder_and_upcast_attn"),
+    inert=SUMMARY,
 )

@@ -44,6 +44,7 @@ FAMILY = Family(
         Const("attention_output_bias", True),
         Const("ffn_bias", True),
         Const("attention_scale", 1.0),
+        Const("scores_in_fp32", True),
         Const("position_encoding", "learned"),
     ],
     weights=[

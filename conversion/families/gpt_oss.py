@@ -42,6 +42,7 @@ FAMILY = Family(
         *ROPE,
         *RMS_NORM,
         Const("norm_weight_in_fp32", True),
+        Const("keep_in_fp32", ["norms"]),
         *ATTENTION_BIAS,
         *MASKED_LAYER_TYPES,
         Const("attention_sinks", True),

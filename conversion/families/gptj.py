@@ -25,6 +25,7 @@ FAMILY = Family(
         Const("lm_head_bias", True),
         Const("parallel_block", True),
         Const("rope_interleaved", True),
+        Const("scores_in_fp32", True),
         # The base is fixed, and the rotated part is given in channels.
         Derived(
             ("rotary_dim",),

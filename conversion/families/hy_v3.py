@@ -4,6 +4,7 @@ from ..entries import Const, Field
 from .common import ATTENTION_BIAS, LAYER, LLAMA_CONFIG, LLAMA_WEIGHTS, QK_NORM
 from .decoders import decoder
 from .experts import (
+    ROUTER_STAYS_IN_FP32,
     always,
     experts,
     experts_where_listed,
@@ -27,6 +28,7 @@ FAMILY = decoder(
             Field("router_scaling_factor", "routed_scaling_factor"),
             Field("moe_intermediate_size"),
             Field("num_shared_experts"),
+            *ROUTER_STAYS_IN_FP32,
             Const("router_score", "sigmoid"),
             Const("router_selection_bias", True),
             Const("norm_topk_prob", True),

@@ -4,6 +4,7 @@ from ..entries import Const, Derived
 from ..rules import Family
 from .encoders import named
 from .text_to_text import (
+    OUTPUT_IN_FP32,
     T5_ALSO,
     T5_CLASSES,
     T5_COPIES,
@@ -22,6 +23,7 @@ FAMILY = Family(
     "mt5",
     config=[
         *t5_config(),
+        *OUTPUT_IN_FP32,
         feed_forward_kind(),
         # Whatever config.json says, transformers' class ties the head unless there is one on disk.
         Const("tie_word_embeddings", False),

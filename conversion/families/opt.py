@@ -53,6 +53,7 @@ FAMILY = Family(
         Const("norm_eps", 1e-5),
         Const("position_encoding", "learned"),
         Const("position_offset", 2),
+        Const("positions_follow_mask", True),
     ],
     weights=[
         *both("model.decoder.embed_tokens", "model.embed_tokens"),

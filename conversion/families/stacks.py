@@ -71,12 +71,14 @@ TOPOLOGY = Derived(
 )
 
 
-def stacks(*sizes: tuple[str, str, str]) -> Derived:
-    """Sizes that each stack has for itself, as (ours, the encoder's of theirs, the decoder's of theirs)."""
+def stacks(*sizes: tuple[str, str, str], encoder_is: Values | None = None) -> Derived:
+    """Sizes that each stack has for itself, as (ours, the encoder's of theirs, the decoder's of theirs), and what their
+    encoder alone always is."""
+    always_so = encoder_is or {}
 
     def to_ours(native: Any) -> Values:
         if topology_of(native) == "encoder":
-            return {ours: getattr(native, encoder) for ours, encoder, _ in sizes}
+            return {**{ours: getattr(native, encoder) for ours, encoder, _ in sizes}, **always_so}
         own = {ours: getattr(native, decoder) for ours, _, decoder in sizes}
         if topology_of(native) == "decoder":
             return own
@@ -86,7 +88,7 @@ def stacks(*sizes: tuple[str, str, str]) -> Derived:
             # What follows from the number of heads follows from the stack's own.
             heads = source["num_attention_heads"]
             source |= {"num_key_value_heads": heads, "head_dim": native.hidden_size // heads}
-        return {**own, "source_stack": source or None}
+        return {**own, "source_stack": {**source, **always_so} or None}
 
     def to_theirs(config: Any) -> Values:
         source = source_of(config)
@@ -135,7 +137,7 @@ def bart_config(*sizes: tuple[str, str, str], pre_norm: bool) -> list[Entry]:
         Field("decoder_start_token_id"),
         Field("d_model", "hidden_size"),
         Field("max_position_embeddings"),
-        stacks(*BART_SIZES, *sizes),
+        stacks(*BART_SIZES, *sizes, encoder_is={"fp16_clamp": "layer"}),
         Derived(("scale_embedding",), _scale, scaled_embedding),
         Field("activation_function", "hidden_act"),
         Field("dropout", "hidden_dropout", "embedding_dropout"),

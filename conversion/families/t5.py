@@ -6,6 +6,7 @@ from ..entries import Derived, Values
 from ..rules import Family
 from .encoders import named
 from .text_to_text import (
+    OUTPUT_IN_FP32,
     T5_ALSO,
     T5_CLASSES,
     T5_COPIES,
@@ -40,7 +41,7 @@ SCALED_HEAD_ALIASES = {"tie_word_embeddings": "scale_decoder_outputs"}
 
 FAMILY = Family(
     "t5",
-    config=[*t5_config(), feed_forward_kind(), SCALED_HEAD],
+    config=[*t5_config(), *OUTPUT_IN_FP32, feed_forward_kind(), SCALED_HEAD],
     weights=in_every_class([*T5_WEIGHTS, *shared_bias()]),
     drops=T5_DROPS,
     architectures=named("T5", *T5_CLASSES),

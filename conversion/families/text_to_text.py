@@ -37,6 +37,7 @@ def t5_config() -> list[Entry]:
         TOPOLOGY,
         Const("position_encoding", "relative_bias"),
         Const("attention_scale", 1.0),
+        Const("fp16_clamp", "branch"),
     ]
 
 
@@ -52,6 +53,10 @@ def _feed_forward_to_theirs(config: Any) -> Values:
     gated = config.ffn_type == "glu"
     name = _GATED.get(config.hidden_act, f"gated-{config.hidden_act}") if gated else config.hidden_act
     return {"feed_forward_proj": name, "dense_act_fn": config.hidden_act, "is_gated_act": gated}
+
+
+# Their classes of dense layers say `_keep_in_fp32_modules = ["wo"]`.
+OUTPUT_IN_FP32: list[Entry] = [Const("keep_in_fp32", ["ffn_output"])]
 
 
 def feed_forward_kind() -> Derived:

@@ -5,6 +5,7 @@ from ..rules import Family
 from .encoders import named
 from .t5 import SCALED_HEAD, SCALED_HEAD_ALIASES
 from .text_to_text import (
+    OUTPUT_IN_FP32,
     T5_ALSO,
     T5_CLASSES,
     T5_COPIES,
@@ -21,7 +22,7 @@ from .text_to_text import (
 
 FAMILY = Family(
     "umt5",
-    config=[*t5_config(), feed_forward_kind(), SCALED_HEAD, Const("relative_attention_shared", False)],
+    config=[*t5_config(), *OUTPUT_IN_FP32, feed_forward_kind(), SCALED_HEAD, Const("relative_attention_shared", False)],
     weights=in_every_class([*T5_WEIGHTS, *bias_per_layer()]),
     drops=T5_DROPS,
     architectures=named("UMT5", *T5_CLASSES),

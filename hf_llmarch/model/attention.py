@@ -31,9 +31,12 @@ def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores; one of booleans says where to look."""
-    if mask.dtype != torch.bool:
+    """A mask to add to scores; one of booleans says where to look. The least number of a narrower dtype would
+    not hide the largest scores."""
+    if mask.dtype == dtype:
         return mask
+    if mask.dtype != torch.bool:
+        return mask.to(dtype).masked_fill(mask == torch.finfo(mask.dtype).min, torch.finfo(dtype).min)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
@@ -48,6 +51,7 @@ def eager_attention(
     softcap: float | None = None,
     position_bias: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    score_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in plain operations, with transformers' signature. It honours every feature; its softmax is in fp32.
@@ -57,6 +61,8 @@ def eager_attention(
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+    if score_dtype is not None:
+        query, key = query.to(score_dtype), key.to(score_dtype)
     scores = torch.matmul(query, key.mT) * scaling  # (B, H, T, S)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -67,7 +73,7 @@ def eager_attention(
     if s_aux is not None:
         sink = s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     if s_aux is not None:
         weights = weights[..., :-1]
     weights = F.dropout(weights, p=dropout, training=module.training)
@@ -95,6 +101,7 @@ class ScoredAttention(nn.Module):
         self.scaling = attention_scale(layer, layer_idx)
         self.attention_dropout = layer.attention_dropout
         self.softcap = layer.attn_logit_softcapping
+        self.score_dtype = {"score_dtype": torch.float32} if layer.scores_in_fp32 else {}
         slides = layer.layer_types[layer_idx] == "sliding_attention"
         # Read by flash alone, which counts a window of either side with the query itself.
         self.sliding_window = layer.sliding_window + (not self.is_causal) if slides and layer.sliding_window else None
@@ -113,13 +120,14 @@ class ScoredAttention(nn.Module):
         source text of `forward`.
 
         Args:
-            position_bias: `(1, H, T, S)`, added to the scores. Where it is None it is left out, so that implementations
-                that know no bias are not asked about one.
+            position_bias: `(1 or B, H, T, S)`, added to the scores. Where it is None it is left out, so that
+                implementations that know no bias are not asked about one.
         """
         options: dict[str, Any] = {
             "dropout": self.attention_dropout if self.training else 0.0,
             "sliding_window": self.sliding_window,
             "softcap": self.softcap,
+            **self.score_dtype,
         }
         return options if position_bias is None else {**options, "position_bias": position_bias}
 

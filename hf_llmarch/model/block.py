@@ -41,12 +41,14 @@ class Block(GradientCheckpointingLayer):
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__()
         layer = config.layer(layer_idx)
+        # What the model's config must go on saying of the place where the layer stands.
+        self.layer_type, self.has_position = layer.layer_types[layer_idx], layer_idx not in (layer.nope_layers or ())
         self.self_attn = ATTENTIONS[layer.attention_kind](config, layer_idx)
         self.mlp = feed_forward(config, layer_idx)
         attn_slots, mlp_slots = self.slots(layer)
         if layer_idx == 0 and not layer.first_attention_norm:
             attn_slots = attn_slots - {"pre"}
-        self.attn_norm, self.mlp_norm = norm_slots(layer, attn_slots), norm_slots(layer, mlp_slots)
+        self.attn_norm, self.mlp_norm = norm_slots(layer, attn_slots), norm_slots(layer, mlp_slots, ends_layer=True)
 
     @staticmethod
     def slots(layer: LlmArchConfig) -> tuple[set[str], set[str]]:
@@ -65,7 +67,7 @@ class Block(GradientCheckpointingLayer):
         """`(B, T, C)` -> `(B, T, C)`.
 
         Args:
-            position_bias: `(1, H, T, S)`, added to the scores of attention; None: nothing is.
+            position_bias: `(1 or B, H, T, S)`, added to the scores of attention; None: nothing is.
             real_tokens: `(B, T)`, True where a token is not padding; None: all are real. Experts read it.
         """
         x = self.attn_norm.join(x, self.self_attn(self.attn_norm.pre(x), position_bias=position_bias, **inputs)[0])
@@ -85,7 +87,7 @@ class ParallelBlock(Block):
         """As `Block.forward`."""
         attended = self.self_attn(self.attn_norm.pre(x), position_bias=position_bias, **inputs)[0]
         fed = self.mlp(self.mlp_norm.pre(x), real_tokens)
-        return x + self.attn_norm.after(attended) + self.mlp_norm.after(fed)
+        return self.mlp_norm.join(x + self.attn_norm.after(attended), fed)
 
 
 class SharedNormParallelBlock(Block):
@@ -105,7 +107,7 @@ class SharedNormParallelBlock(Block):
         """As `Block.forward`."""
         normed = self.attn_norm.pre(x)
         attended, fed = self.self_attn(normed, position_bias=position_bias, **inputs)[0], self.mlp(normed, real_tokens)
-        return x + self.attn_norm.after(attended) + self.mlp_norm.after(fed)
+        return self.mlp_norm.join(x + self.attn_norm.after(attended), fed)
 
 
 class CrossBlock(Block):

@@ -16,9 +16,9 @@ from transformers.masking_utils import (
     create_bidirectional_mask,
     create_bidirectional_sliding_window_mask,
     create_causal_mask,
-    find_packed_sequence_indices,
     packed_sequence_mask_function,
 )
+from transformers.utils import is_tracing
 
 # 5.24 renamed the cache from `past_key_values` to `cache`, as an argument and as an output's field.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -62,9 +62,17 @@ EXPERTS = ALL_EXPERTS_FUNCTIONS
 
 
 def packed_overlay(position_ids: torch.Tensor | None) -> Callable[..., Any] | None:
-    """A mask function that keeps documents apart which `position_ids` restart within a row; None where none do."""
-    documents = None if position_ids is None else find_packed_sequence_indices(position_ids)
-    return None if documents is None else packed_sequence_mask_function(documents)
+    """A mask function that keeps packed documents apart, as flattening collators lay them out: one row, whose positions
+    count up and begin again at 0. None for any other positions, which say where tokens stand and separate nothing.
+    """
+    if position_ids is None or position_ids.shape[0] != 1:
+        return None
+    starts, steps = position_ids == 0, position_ids.diff(dim=-1)
+    packed = (starts[:, 1:] | (steps == 1)).all() & (starts[:, 1:] & (steps != 0)).any()
+    # What positions hold cannot be asked in traced code: there the mask separates nothing where nothing is packed.
+    if not is_tracing(position_ids) and not packed:
+        return None
+    return packed_sequence_mask_function(starts.cumsum(-1) * packed)
 
 
 def code_files() -> list[Path]:

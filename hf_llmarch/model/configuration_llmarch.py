@@ -20,13 +20,16 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast, get_args
+from weakref import WeakValueDictionary
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import logging
 
 from .declarations import Condition, Feature, Number, Switch, differs, equals
+from .synonyms import SYNONYMS
 
 logger = logging.get_logger(__name__)
 
@@ -46,6 +49,8 @@ RouterGroupScore = Literal["max", "top2"]
 RouterLossScope = Literal["sequence", "batch", "model"]
 Overflow = Literal["drop", "next_best"]
 ExpertsLayout = Literal["packed", "linear"]
+Fp16Clamp = Literal["none", "layer", "branch"]
+KeptInFp32 = Literal["ffn_output", "norms", "router", "sinks"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 
 # These are None until the config is built, or where nothing reads them: to those who read them they are never None.
@@ -110,21 +115,21 @@ def logit_scale_asks(config: "LlmArchConfig") -> Feature | None:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SizeSwitches:
-    vocab_size: int = model_switch(32000, above=0)
+    vocab_size: int = model_switch(32000, above=0, live=True)
     """Rows of the token embedding and of the output head."""
 
-    hidden_size: int = model_switch(512, above=0)
+    hidden_size: int = model_switch(512, above=0, live=True)
     """Width of the residual stream."""
 
-    num_hidden_layers: int = model_switch(8, above=0)
+    num_hidden_layers: int = model_switch(8, above=0, live=True)
     """Number of blocks."""
 
-    intermediate_size: FilledInt = switch(None, above=0, follows=("hidden_size", "ffn_type"))
+    intermediate_size: FilledInt = switch(None, above=0, follows=("hidden_size", "ffn_type"), live=True)
     """Inner width of the feed-forward. None: 4 x hidden_size for `mlp`, 8/3 x hidden_size rounded up to
     `ffn_multiple_of` for `glu`, so that both have about the same number of parameters.
     """
 
-    max_position_embeddings: int = model_switch(2048, above=0)
+    max_position_embeddings: int = model_switch(2048, above=0, live=True)
     """Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."""
 
     topology: Topology = model_switch("decoder", asks=topology_asks)
@@ -148,14 +153,14 @@ class AttentionSwitches:
     """
 
     num_attention_heads: int = switch(
-        8, per_layer=equals("position_encoding", "none", "sinusoidal", "learned", "rope"), above=0
+        8, per_layer=equals("position_encoding", "none", "sinusoidal", "learned", "rope"), above=0, live=True
     )
     """Number of query heads."""
 
-    num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",))
+    num_key_value_heads: FilledInt = switch(None, above=0, follows=("num_attention_heads",), live=True)
     """Number of key and value heads. None: as many as query heads (1 for `mqa`)."""
 
-    head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"))
+    head_dim: FilledInt = switch(None, above=0, follows=("hidden_size", "num_attention_heads"), live=True)
     """Width of a head. None: hidden_size / num_attention_heads."""
 
     v_head_dim: FilledInt = switch(None, above=0)
@@ -211,6 +216,11 @@ class AttentionSwitches:
     clip_qkv: Number | None = switch(None, needs=WHOLE_KEYS, above=0)
     """Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo)."""
 
+    scores_in_fp32: bool = switch(False)
+    """Multiply queries and keys in fp32 whatever the model's dtype (GPT-J, GPT-Neo). Read by `eager` attention: the
+    fused ones add up in fp32 anyway.
+    """
+
     attention_dropout: Number = switch(0.0, least=0, most=1)
     """Dropout on attention weights, in training."""
 
@@ -222,7 +232,7 @@ class AttentionSwitches:
     attention_chunk_size: int | None = model_switch(None, above=0, asks=Feature.CHUNKS)
     """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
 
-    layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",))
+    layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",), live=True)
     """One of `full_attention`, `sliding_attention`, `chunked_attention` for each layer. None: sliding when
     `sliding_window` is set, chunked when `attention_chunk_size` is, else full.
     """
@@ -245,7 +255,7 @@ class PositionSwitches:
     """Rotate neighbouring channels (2i, 2i+1) as in the paper and GPT-J, not (i, i + d/2) as in LLaMA."""
 
     nope_layers: list[int] | None = model_switch(
-        None, needs=differs("position_encoding", "none", "sinusoidal", "learned")
+        None, needs=differs("position_encoding", "none", "sinusoidal", "learned"), live=True
     )
     """Indices of layers that use no position encoding at all (SmolLM3, Command R7B)."""
 
@@ -260,6 +270,13 @@ class PositionSwitches:
 
     positions_skip_padding: bool = model_switch(False, needs=TABLED)
     """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
+
+    positions_follow_mask: bool = model_switch(
+        False, needs=equals("position_encoding", "learned", "sinusoidal", "alibi"), live=True
+    )
+    """Positions that are not given count the tokens that `attention_mask` keeps: a learned or sinusoidal table's, where
+    a masked token has -1 (OPT), or ALiBi's distances (BLOOM). Else they count every token.
+    """
 
     alibi_bias_max: int = model_switch(8, needs=ALIBI, above=0)
     """ALiBi: exponent of the smallest slope, 2^-alibi_bias_max."""
@@ -306,13 +323,13 @@ class FeedForwardSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
-    num_experts: int | None = model_switch(None, above=0)
+    num_experts: int | None = model_switch(None, above=0, live=True)
     """Experts of a sparse layer. None: every feed-forward is dense."""
 
     num_experts_per_tok: int = expert_switch(2)
     """Experts a token is sent to (expert choice: on average)."""
 
-    moe_intermediate_size: int | None = expert_switch(None, above=0)
+    moe_intermediate_size: int | None = expert_switch(None, above=0, live=True)
     """Inner width of one expert. None: `intermediate_size`."""
 
     num_shared_experts: int = expert_switch(0, least=0)
@@ -324,7 +341,7 @@ class ExpertSwitches:
     shared_expert_gate: bool = expert_switch(False)
     """A sigmoid gate on the shared expert's output (Qwen2-MoE)."""
 
-    mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",))
+    mlp_layer_types: list[str] | None = expert_switch(None, per_layer=False, follows=("num_hidden_layers",), live=True)
     """`dense` or `sparse` for each layer. None: all sparse if there are experts."""
 
     router_type: RouterType = expert_switch("top_k")
@@ -364,15 +381,15 @@ class ExpertSwitches:
     2408.15664).
     """
 
-    router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
+    router_aux_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True, live=True)
     """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
 
-    router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True)
+    router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True, live=True)
     """Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is
     split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).
     """
 
-    router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
+    router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True, live=True)
     """Weight of the router z-loss in training (arXiv 2202.08906)."""
 
     router_jitter_noise: Number = expert_switch(0.0, least=0)
@@ -438,6 +455,17 @@ class BlockSwitches:
     residual_scale: Number = switch(1.0)
     """Factor on each branch before it joins the residual stream (Granite)."""
 
+    fp16_clamp: Fp16Clamp = switch("none")
+    """Bound the residual stream to what fp16 holds, in fp16 alone, after each `layer` (the encoders of BART's line) or
+    each `branch` (T5).
+    """
+
+    keep_in_fp32: list[KeptInFp32] | None = model_switch(None)
+    """Weights that `from_pretrained` leaves in fp32: `ffn_output` when loading in fp16, the last projection of dense
+    feed-forwards, and with it the residual stream (T5); `norms` when loading in fp16 (gpt-oss); `router` when loading
+    in fp16 or bf16 (DeepSeek), and so `sinks`, the logits of `attention_sinks` (Flint).
+    """
+
     hidden_dropout: Number = switch(0.0, least=0, most=1)
     """Dropout on each branch's output, in training."""
 
@@ -462,7 +490,7 @@ class EndSwitches:
     type_vocab_size: int = model_switch(0, least=0, asks=Feature.BEFORE_LAYERS)
     """Rows of a token-type (segment) embedding; 0: none."""
 
-    tie_word_embeddings: bool = model_switch(False)
+    tie_word_embeddings: bool = model_switch(False, live=True)
     """The output head is the embedding's transpose (arXiv 1608.05859)."""
 
     lm_head_bias: bool = model_switch(False, read_by=VOCABULARY)
@@ -480,7 +508,7 @@ class EndSwitches:
     pooler: bool = model_switch(False, needs=equals("topology", "encoder"))
     """Encoder: a dense layer with tanh on the first token (BERT)."""
 
-    classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,))
+    classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,), live=True)
     """What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, the
     text's last end token (BART).
     """
@@ -517,30 +545,30 @@ class EndSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class TrainingSwitches:
-    initializer_range: Number = model_switch(0.02, least=0)
+    initializer_range: Number = model_switch(0.02, least=0, live=True)
     """Standard deviation of fresh weights."""
 
-    use_cache: bool = model_switch(True, inert=True)
+    use_cache: bool = model_switch(True, inert=True, live=True)
     """Return a cache from `forward` unless told otherwise."""
 
-    pad_token_id: int | None = model_switch(None)
+    pad_token_id: int | None = model_switch(None, live=True)
     """Padding token."""
 
-    bos_token_id: int | None = model_switch(None)
+    bos_token_id: int | None = model_switch(None, live=True)
     """First token."""
 
-    eos_token_id: int | list[int] | None = model_switch(None)
+    eos_token_id: int | list[int] | None = model_switch(None, live=True)
     """Token, or tokens, that end a text."""
 
-    decoder_start_token_id: int | None = model_switch(None)
+    decoder_start_token_id: int | None = model_switch(None, live=True)
     """Encoder-decoder: the decoder's first token."""
 
-    wrap_decoder_start: bool = model_switch(False, needs=TWO_STACKS)
+    wrap_decoder_start: bool = model_switch(False, needs=TWO_STACKS, live=True)
     """Encoder-decoder: in training the decoder begins with each text's own last label, not with decoder_start_token_id
     (mBART, where that is the language).
     """
 
-    converted_from: dict[str, Any] | None = model_switch(None, inert=True)
+    converted_from: dict[str, Any] | None = model_switch(None, inert=True, live=True)
     """Written by `convert`, read by `export`, never by the model: the family, and the original config.json, so that
     what its authors wrote can be given back word for word.
     """
@@ -573,7 +601,10 @@ class LlmArchConfig(
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_near_misses(self, kwargs)
+        for name in list(kwargs):
+            if says_again(self, name, kwargs[name]):
+                kwargs.pop(name)
+        refuse_unknown(self, kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
         if self.head_dim is None:
@@ -649,18 +680,85 @@ class LlmArchConfig(
         config.dtype = self.dtype
         return config
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As in transformers. Fields that speak of each layer follow `num_hidden_layers`, and grow back with it: early
+        exit sets fewer layers for a while. New layers are as the others, where these are alike.
+
+        Raises:
+            ValueError: where new layers are to follow some that differ; for a name that looks like a field's; for a
+                field of a model's config that the model has read already, see `restate`.
+        """
+        if says_again(self, name, value):
+            return
+        refuse_assignment(self, name, value)
+        lists = self._lists_of_layers(value) if name == "num_hidden_layers" else {}
+        super().__setattr__(name, value)
+        for field_name, (kept, cut_off) in lists.items():
+            super().__setattr__(field_name, kept)
+            super().__setattr__("_cut_off", {**self.__dict__.get("_cut_off", {}), field_name: cut_off})
+        if name in LISTS_OF_LAYERS:
+            self.__dict__.get("_cut_off", {}).pop(name, None)
+
+    def restate(self, **values: Any) -> None:
+        """Set fields of a model's config to what the model has become, for code that has changed its modules itself.
+
+        Raises:
+            ValueError: for a name that is no switch.
+        """
+        for name, value in values.items():
+            if name not in SWITCHES:
+                raise ValueError(f"{name!r} is no switch.")
+            self.__dict__[name] = value
+        self.validate()
+
+    def _lists_of_layers(self, layers: int) -> dict[str, tuple[list[Any], list[Any]]]:
+        """The fields that speak of each layer, for another number of layers: what is kept and what is cut off."""
+        lists, cut_off = {}, self.__dict__.get("_cut_off", {})
+        for name in LISTS_OF_LAYERS:
+            known = self.__dict__.get(name)
+            if known is None:
+                continue
+            whole = [*known, *cut_off.get(name, ())]
+            if name == "nope_layers":
+                lists[name] = [i for i in whole if i < layers], [i for i in whole if i >= layers]
+                continue
+            if len(whole) < layers and len(set(whole)) > 1:
+                raise ValueError(f"num_hidden_layers={layers}: set {name} first, with an entry for each layer.")
+            whole += whole[-1:] * (layers - len(whole))
+            lists[name] = whole[:layers], whole[layers:]
+        return lists
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "LlmArchConfig":
-        """As in transformers, except that switches given beside a saved config are checked together with it, not set
-        afterwards, and that what was derived from their old values is derived anew."""
+        """As in transformers, also for `from_pretrained(folder, switch=value)`: switches given beside a saved config
+        are checked together with it, not set afterwards.
+
+        What was derived from an old value is derived anew: a field's `follows` says from what, and `layer_types` from a
+        `sliding_window` or `attention_chunk_size` that comes or goes. Of a dict, what is not given is kept:
+        `source_stack` entry by entry; of `rope_parameters` (or `rope_scaling`) the base and the rotated part, and the
+        keys of the scaling unless another `rope_type` is given. Parameters may be given by layer type over either form.
+        Sizes and switches that change the shapes of weights work as far as `from_pretrained` finds these.
+
+        Raises:
+            ValueError: where flat `rope_parameters` are given and the saved ones differ by layer type.
+        """
         names = {f.name for f in cls.switches()}
+        if "rope_scaling" in kwargs:
+            kwargs.setdefault("rope_parameters", kwargs.pop("rope_scaling"))
         changed = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        if changed.get("source_stack") is not None:
+            changed["source_stack"] = {**(config_dict.get("source_stack") or {}), **changed["source_stack"]}
+        if changed.get("rope_parameters") is not None:
+            changed["rope_parameters"] = rope_over(config_dict, changed["rope_parameters"])
         saved = config_dict.get("topology", "decoder")
         if changed.get("topology", saved) != saved:
             logger.warning(
                 f"topology changed from {saved!r} to {changed['topology']!r}: {TOPOLOGY_CHANGES[changed['topology']]}"
             )
         stale = followers(name for name, value in changed.items() if config_dict.get(name) != value)
+        for width in ("sliding_window", "attention_chunk_size"):
+            if width in changed and (changed[width] is None) != (config_dict.get(width) is None):
+                stale.add("layer_types")
         kept = {name: value for name, value in config_dict.items() if name not in stale}
         return super().from_dict({**kept, **changed}, **kwargs)
 
@@ -668,6 +766,7 @@ class LlmArchConfig(
         """As in transformers, without the plan that a model has set: it follows from the switches."""
         values = super().to_dict()
         values.pop("base_model_ep_plan", None)
+        values.pop("_cut_off", None)
         return values
 
     @property
@@ -779,6 +878,7 @@ class LlmArchConfig(
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
             refuse_out_of_range(config)
+            refuse_activations(config)
             refuse_rope(config)
             refuse_unused(config)
             for constraint in CONSTRAINTS:
@@ -833,7 +933,39 @@ TOPOLOGY_CHANGES: dict[Topology, str] = {
     "encoder-decoder": "the encoder and the cross-attention are new, and begin with fresh weights.",
 }
 
+LISTS_OF_LAYERS = ("layer_types", "mlp_layer_types", "nope_layers")
+
 ROPE_SPELLINGS = ("rope_scaling", "rope_theta", "partial_rotary_factor")
+
+
+# Of RoPE's parameters, those that every kind of scaling has.
+UNSCALED = ("rope_theta", "partial_rotary_factor")
+
+
+def rope_over(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """RoPE parameters given beside a saved config's: with what they leave unsaid.
+
+    Raises:
+        ValueError: for flat parameters over some that differ by layer type.
+    """
+    base = saved.get("rope_parameters") or saved.get("rope_scaling") or {}
+    base = {**{name: saved[name] for name in UNSCALED if saved.get(name) is not None}, **base}
+    kinds = [kind for kind in get_args(LayerType) if kind in base]
+    given_kinds = [kind for kind in get_args(LayerType) if kind in given]
+    if kinds and not given_kinds:
+        raise ValueError(
+            f"rope_parameters={given}: the saved ones differ by layer type. Give them for {' and '.join(kinds)}."
+        )
+    if not given_kinds:
+        return _scaling_over(base, given)
+    used = kinds or dict.fromkeys((*saved.get("layer_types", ()), *given_kinds))
+    return {kind: _scaling_over(base.get(kind, {}) if kinds else base, given.get(kind, {})) for kind in used}
+
+
+def _scaling_over(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    kinds = [values.get("rope_type", values.get("type")) for values in (given, saved)]
+    same = kinds[0] in (None, kinds[1] or "default")
+    return {**(saved if same else {name: saved[name] for name in UNSCALED if name in saved}), **given}
 
 
 def _copy_nested(values: dict[str, Any]) -> dict[str, Any]:
@@ -886,7 +1018,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("num_attention_heads", "num_key_value_heads"),
         lambda c: c.num_attention_heads % c.num_key_value_heads == 0,
-        "every key/value head serves the same number of query heads, so the first must divide the second.",
+        "every key/value head serves the same number of query heads, so num_key_value_heads must divide "
+        "num_attention_heads.",
     ),
     Constraint(
         ("attention_type", "num_attention_heads", "num_key_value_heads"),
@@ -1111,9 +1244,43 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "padding is told by pad_token_id, and has position -1, which a learned table needs a row for.",
     ),
     Constraint(
+        ("positions_follow_mask", "position_encoding", "position_offset", "positions_skip_padding", "alibi_in_bf16"),
+        lambda c: (
+            not c.positions_follow_mask
+            or (
+                not (c.positions_skip_padding or c.alibi_in_bf16)
+                and (c.position_encoding != "learned" or c.position_offset > 0)
+            )
+        ),
+        "the other two say already what is counted, and a masked token has position -1, which a learned table needs a "
+        "row for.",
+    ),
+    Constraint(
         ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"),
         lambda c: c.layer_groups is None or _groups_are_uniform(c),
         "the layers that share a block must be alike in everything.",
+    ),
+    Constraint(
+        ("keep_in_fp32", "norm_placement", "final_norm"),
+        lambda c: (
+            "ffn_output" not in (c.keep_in_fp32 or ()) or (c.norm_placement in ("pre", "sandwich") and c.final_norm)
+        ),
+        "ffn_output makes the residual stream fp32, so a norm must stand before all that reads it.",
+    ),
+    Constraint(
+        ("keep_in_fp32", "attention_sinks"),
+        lambda c: "sinks" not in (c.keep_in_fp32 or ()) or c.attention_sinks,
+        "there are no sinks to keep: set attention_sinks=True.",
+    ),
+    Constraint(
+        ("keep_in_fp32", "norm_weight_in_fp32"),
+        lambda c: "norms" not in (c.keep_in_fp32 or ()) or c.norm_weight_in_fp32,
+        "norms kept in fp32 are applied in fp32: set norm_weight_in_fp32=True.",
+    ),
+    Constraint(
+        ("keep_in_fp32", "router_in_fp32", "num_experts"),
+        lambda c: "router" not in (c.keep_in_fp32 or ()) or (c.num_experts is not None and c.router_in_fp32),
+        "a router kept in fp32 needs experts, and computes in fp32: set router_in_fp32=True.",
     ),
     Constraint(
         ("topology", "parallel_block"),
@@ -1158,6 +1325,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 )
 
 
+FIELD_NAMES = {f.name for f in fields(LlmArchConfig)} | set(ROPE_SPELLINGS)
 SWITCHES: dict[str, Switch] = {f.name: f.metadata["switch"] for f in LlmArchConfig.switches()}
 
 
@@ -1199,6 +1367,13 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
 def refuse_out_of_range(config: LlmArchConfig) -> None:
     for name, declared in SWITCHES.items():
         declared.refuse(name, getattr(config, name))
+
+
+def refuse_activations(config: LlmArchConfig) -> None:
+    for name in ("hidden_act", "head_act", "classifier_act"):
+        value = getattr(config, name)
+        if value is not None and value not in ACT2FN:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(sorted(ACT2FN))}.")
 
 
 # The numbers among RoPE's parameters and their bounds, the lists of numbers, and what a type of RoPE cannot do without.
@@ -1271,17 +1446,55 @@ def refuse_unused(config: LlmArchConfig) -> None:
             raise ValueError(f"{name}={value!r} has no effect without {declared.needs.text}.")
 
 
-def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
-    """Refuse keywords that look like a misspelt switch; warn about others, which newer versions may know."""
-    names = {f.name for f in fields(config)} | set(ROPE_SPELLINGS)
+def is_known(name: str) -> bool:
+    """Whether transformers or a tool has an attribute of this name on configs."""
     generation = GenerationConfig._get_default_generation_params()
+    return name.startswith("_") or name in HOST_KEYWORDS or name in generation or hasattr(PreTrainedConfig, name)
+
+
+def refuse_near_miss(config: LlmArchConfig, name: str) -> None:
+    """
+    Raises:
+        ValueError: for a name that looks like a misspelt field, or that the configs of other models have for one.
+    """
+    meant = SYNONYMS.get(name) or difflib.get_close_matches(name, FIELD_NAMES, n=1, cutoff=0.8)
+    if meant:
+        raise ValueError(f"Unknown field {name!r}. Did you mean {' and '.join(map(repr, meant))}?")
+
+
+def refuse_unknown(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
+    """Refuse keywords that look like a field; warn about others, which newer versions may know."""
     for name in unknown:
-        if name in generation or name in HOST_KEYWORDS or name.startswith("_") or hasattr(PreTrainedConfig, name):
-            continue
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-        if close:
-            raise ValueError(f"Unknown field {name!r}. Did you mean {close[0]!r}?")
-        logger.warning(f"LlmArchConfig has no field {name!r}: kept in config.json, without effect on the model.")
+        if not is_known(name):
+            refuse_near_miss(config, name)
+            logger.warning(f"LlmArchConfig has no field {name!r}: kept in config.json, without effect on the model.")
+
+
+def says_again(config: LlmArchConfig, name: str, value: Any) -> bool:
+    """Whether this is another model's name for fields that have the value already. Tools set such on any config."""
+    return name in SYNONYMS and all(getattr(config, ours) == value for ours in SYNONYMS[name])
+
+
+# The configs of models, by their identity: a copy is nobody's yet.
+OF_MODELS: WeakValueDictionary[int, LlmArchConfig] = WeakValueDictionary()
+
+
+def refuse_assignment(config: LlmArchConfig, name: str, value: Any) -> None:
+    """
+    Raises:
+        ValueError: for a near miss of a field's name; for a field that the config's model has read already.
+    """
+    declared = SWITCHES.get(name)
+    if declared is None:
+        if name not in config.__dict__ and not hasattr(type(config), name) and not is_known(name):
+            refuse_near_miss(config, name)
+    elif not declared.live and OF_MODELS.get(id(config)) is config and value != getattr(config, name):
+        raise ValueError(
+            f"{name}={value!r} would change nothing in this model, which was built with {getattr(config, name)!r}. "
+            f"Load it again by from_pretrained(folder, {name}={value!r}), or build a model of a copy: "
+            f"LlmArchConfig.from_dict(config.to_dict(), {name}={value!r}). Code that has changed the modules itself "
+            f"says so by config.restate({name}={value!r})."
+        )
 
 
 # Keywords that transformers and its tools put beside a config's fields, or into a saved config.json.
@@ -1289,7 +1502,7 @@ HOST_KEYWORDS = {
     *ROPE_SPELLINGS,
     *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
     "output_router_logits",
-    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "quantization_config"),
+    *("num_labels", "output_attentions", "per_layer_config", "qk_head_dim", "mtp_layer_types", "quantization_config"),
     *("task_specific_params", "tie_last_hidden_states", "tokenizer_class", "torch_dtype", "torchscript"),
     *("transformers_version", "use_return_dict"),
     *("model_type", "add_cross_attention", "cross_attention_hidden_size", "unsloth_version", "transformers_weights"),

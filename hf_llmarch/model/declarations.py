@@ -105,6 +105,8 @@ class Switch:
         follows: the fields from which the value is derived where it is not given.
         inert: whether the field only says how a model is stored, cached or trained, never what it computes.
         read_by: the classes with a head that read the field. Empty: it is read whatever the head is.
+        live: whether the field may be set on the config of a model, because it is read whenever it is needed, or
+            because it tells the shapes of weights, which whoever cuts weights states anew.
         asks: the feature that any value but the default asks of whatever runs the model; or a function of the config
             that returns the feature, or None where there is nothing to ask for.
     """
@@ -118,6 +120,7 @@ class Switch:
     follows: tuple[str, ...] = ()
     inert: bool = False
     read_by: tuple[str, ...] = ()
+    live: bool = False
     asks: Feature | Callable[[Config], Feature | None] | None = None
 
     def asked(self, config: Config, value: Any) -> Feature | None:

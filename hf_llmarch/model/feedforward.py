@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from .configuration_llmarch import FFNType, LlmArchConfig
 from .embeddings import dropout
-from .linear import Linear
+from .linear import Linear, OwnDtypeLinear
 
 
 class Swish(nn.Module):
@@ -33,18 +33,7 @@ def activation(config: LlmArchConfig) -> nn.Module:
     """The activation of the feed-forwards."""
     if config.swish_beta is not None:
         return Swish(config.swish_beta)
-    return named_activation("hidden_act", config.hidden_act)
-
-
-def named_activation(field: str, name: str) -> nn.Module:
-    """transformers' activation of that name, which is the value of the config's `field`.
-
-    Raises:
-        ValueError: when transformers has no activation of that name.
-    """
-    if name not in ACT2FN:
-        raise ValueError(f"{field}={name!r} is not one of {', '.join(sorted(ACT2FN))}.")
-    return ACT2FN[name]
+    return ACT2FN[config.hidden_act]
 
 
 def _gated(act: nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -83,7 +72,8 @@ class MLP(nn.Module):
         super().__init__()
         self.width = width or config.intermediate_size
         self.up_proj = Linear(config.hidden_size, self.width, bias=config.ffn_bias)
-        self.down_proj = Linear(self.width, config.hidden_size, bias=config.ffn_bias)
+        last = OwnDtypeLinear if "ffn_output" in (config.keep_in_fp32 or ()) else Linear
+        self.down_proj = last(self.width, config.hidden_size, bias=config.ffn_bias)
         self.act_fn = activation(config)
         self.inner_dropout = dropout(config.ffn_dropout) if drops else None
 

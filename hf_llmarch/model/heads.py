@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
 from .configuration_llmarch import ClassifierPooling, LlmArchConfig
 from .embeddings import Scale, SoftCap, TensorFn, dropout, in_sequence
-from .feedforward import activation, named_activation
+from .feedforward import activation
 from .linear import Linear
 from .norms import norm
 
@@ -22,6 +23,13 @@ class Pooler(nn.Module):
     def __init__(self, config: LlmArchConfig):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
+
+    def carry_along(self) -> None:
+        """Keep the weights for whoever reads a base model from the same file, as buffers: nothing here reads what they
+        make, and DistributedDataParallel would wait for the gradients of parameters."""
+        for name, weight in list(self.dense.named_parameters()):
+            delattr(self.dense, name)
+            self.dense.register_buffer(name, weight.detach())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.dense(x[:, 0]))
@@ -34,7 +42,7 @@ class HeadTransform(nn.Module):
         super().__init__()
         width = config.embedding_size or config.hidden_size
         self.dense = Linear(config.hidden_size, width, bias=config.head_bias)
-        self.act_fn = named_activation("head_act", config.head_act) if config.head_act else activation(config)
+        self.act_fn = ACT2FN[config.head_act] if config.head_act else activation(config)
         self.norm = norm(config, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +56,7 @@ class ClassifierTransform(nn.Module):
         super().__init__()
         self.dropout = in_sequence(dropout(config.classifier_dropout) if config.classifier_input_dropout else None)
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
-        self.act_fn = named_activation("classifier_act", config.classifier_act)
+        self.act_fn = ACT2FN[config.classifier_act]
         self.norm = in_sequence(norm(config) if config.classifier_norm else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,13 @@ class Linear(nn.Linear):
         cls.products, cls.forward = products, products.multiply  # type: ignore[method-assign, assignment]
 
 
+class OwnDtypeLinear(Linear):
+    """A `Linear` whose weight may be of another dtype than its input, which becomes the output's (T5's fp32 `wo`)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear` as `Linear` computes it: `(..., I)`, `(O, I)`, `(O,)` -> `(..., O)`."""
     return Linear.products.multiply(Weights(weight, bias), x)
@@ -74,5 +81,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def as_torch_linear(model: nn.Module) -> None:
     """Make every `Linear` an `nn.Linear`, for tools that replace modules of exactly this type."""
     for module in model.modules():
-        if type(module) is Linear:
+        if isinstance(module, Linear):
             module.__class__ = nn.Linear  # type: ignore[assignment]

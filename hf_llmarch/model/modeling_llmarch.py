@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     Seq2SeqMoEModelOutput,
+    Seq2SeqMoEOutput,
     Seq2SeqQuestionAnsweringModelOutput,
     Seq2SeqSequenceClassifierOutput,
     SequenceClassifierOutput,
@@ -34,7 +35,7 @@ from .backends import demands, honours, refuse_backend
 from .balancing import balance_loss, z_loss
 from .block import Block, block
 from .compat import BIDIRECTIONAL_MASKS, CACHE, MASKS, packed_overlay, prepared
-from .configuration_llmarch import LlmArchConfig, Topology
+from .configuration_llmarch import OF_MODELS, KeptInFp32, LlmArchConfig, Topology
 from .embeddings import dropout, in_sequence, token_embedding
 from .generation import LlmArchGenerationMixin
 from .heads import POOLINGS, HeadTransform, Pooler, classifier_transform, logits_transform, output_head
@@ -50,7 +51,7 @@ from .parallel import (
     supports_context,
     tensor_parallel_plan,
 )
-from .positions import PADDING, POSITIONS
+from .positions import PADDING, POSITIONS, has_holes
 from .routing import ROUTERS, Router
 
 logger = logging.get_logger(__name__)
@@ -58,6 +59,14 @@ logger = logging.get_logger(__name__)
 # The modules that quantisers leave alone: gates, heads that a task has yet to train, and of MLA the narrow projections
 # that every head reads and the one whose matrix absorbed decoding folds.
 UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
+
+# Of `keep_in_fp32`, the weights by a part of their names, and what a model is loaded in when they are kept.
+KEPT_IN_FP32: dict[KeptInFp32, tuple[str, tuple[torch.dtype, ...]]] = {
+    "ffn_output": ("mlp.down_proj", (torch.float16,)),
+    "norms": ("norm", (torch.float16,)),
+    "router": ("mlp.gate.weight", (torch.float16, torch.bfloat16)),
+    "sinks": ("self_attn.sinks", (torch.float16, torch.bfloat16)),
+}
 
 
 def _layer_masks(
@@ -95,6 +104,19 @@ def _by_share(rows: torch.Tensor, items: torch.Tensor, num_items: torch.Tensor |
     """
     items = items.to(rows.device)
     return (rows * items).sum() / (items.sum() if num_items is None else num_items)
+
+
+def _refuse_moved(i: int, layer: Any, kind: str, has_position: bool) -> None:
+    """
+    Raises:
+        ValueError: for a layer that was made for another place, among layers that differ.
+    """
+    made = f"layer_type={layer.layer_type!r}, has_position={layer.has_position}"
+    raise ValueError(
+        f"layers[{i}] was made with {made}, and by the config the layer at this place has {kind!r}, {has_position}. "
+        "After moving layers, set config.layer_types, and config.nope_layers where there are any, to what the layers "
+        "are, in their order."
+    )
 
 
 def _two_stacks(encoded: ModelOutput, decoded: ModelOutput) -> ModelOutput:
@@ -172,6 +194,12 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         refuse_backend(config, config._attn_implementation)
         self.demands = frozenset(demand.feature for demand in demands(config))
         super().__init__(config, *args, **kwargs)
+        OF_MODELS[id(config)] = config
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, and of a model that was pickled: its config is a model's as well."""
+        super().__setstate__(state)
+        OF_MODELS[id(self.config)] = self.config
 
     # transformers has class attributes of these names; here they depend on the config.
     @property
@@ -204,6 +232,20 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
                 module.config._attn_implementation = self.config._attn_implementation
+
+    def set_experts_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, and of the encoder as well."""
+        super().set_experts_implementation(*args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, LlmArchPreTrainedModel) and module.config is not self.config:
+                module.config._experts_implementation = self.config._experts_implementation
+
+    def wanted(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Which outputs are to be recorded: as the call says, else as the config does, for an encoder too, whose config
+        is its own."""
+        names = ("output_hidden_states", "output_attentions", "output_router_logits")
+        asked = {name: given.get(name) for name in names}
+        return {name: getattr(self.config, name, False) if value is None else value for name, value in asked.items()}
 
     @property
     def supports_context_parallel(self) -> bool:
@@ -252,7 +294,11 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
-        return {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
+        plan = {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
+        if getattr(self.config, "quantization_config", None) is not None:
+            return plan  # a quantised weight has no other dtype
+        kept = [KEPT_IN_FP32[part] for part in self.config.keep_in_fp32 or ()]
+        return plan | {name: torch.float32 for name, dtypes in kept if dtype in dtypes}
 
     @property
     def weighs_balance(self) -> bool:
@@ -308,10 +354,16 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
 
 class LlmArchModel(LlmArchPreTrainedModel):
-    """Embedding, blocks and final norm, without a head; an encoder-decoder is a decoder with an `encoder` to read."""
+    """Embedding, blocks and final norm, without a head; an encoder-decoder is a decoder with an `encoder` to read.
 
-    def __init__(self, config: LlmArchConfig):
+    Args:
+        add_pooling_layer: whether there is a pooler, whatever the config says, as BERT's own class takes it.
+    """
+
+    def __init__(self, config: LlmArchConfig, add_pooling_layer: bool | None = None):
         super().__init__(config)
+        if add_pooling_layer and config.topology != "encoder":
+            raise ValueError(f"add_pooling_layer=True: a pooler is an encoder's, and topology={config.topology!r}.")
         # transformers has these on the config's class; here they depend on the config.
         plans: Any = config
         plans.base_model_tp_plan, plans.base_model_ep_plan = tensor_parallel_plan(config), expert_parallel_plan(config)
@@ -323,14 +375,13 @@ class LlmArchModel(LlmArchPreTrainedModel):
         self.embed_norm = in_sequence(norm(config, width) if config.embedding_norm else None)
         self.embed_dropout = in_sequence(dropout(config.embedding_dropout))
         self.embed_projection = in_sequence(Linear(width, config.hidden_size) if config.embedding_size else None)
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.layer_groups or config.num_hidden_layers))
-        self.runs_in_a_row = config.num_hidden_layers // len(self.layers)
+        self.runs_in_a_row = config.num_hidden_layers // (config.layer_groups or config.num_hidden_layers)
+        self.layers = nn.ModuleList(block(config, i) for i in range(0, config.num_hidden_layers, self.runs_in_a_row))
         # Only classes that this model has: accelerate raises for one that it does not find.
         self._no_split_modules = {type(layer).__name__ for layer in self.layers}
         self.norm = in_sequence(norm(config) if config.final_norm else None)
         self.final_dropout = in_sequence(dropout(config.final_dropout))
-        self.pooler = Pooler(config) if config.pooler else None
-        self.without_position = set(config.nope_layers or ())
+        self.pooler = Pooler(config) if (config.pooler if add_pooling_layer is None else add_pooling_layer) else None
         self.encoder = LlmArchModel(config.source_config()) if config.topology == "encoder-decoder" else None
         if self.encoder is not None and config.share_source_embeddings:
             self._tied_weights_keys = {"encoder.embed_tokens.weight": "embed_tokens.weight"}
@@ -366,8 +417,10 @@ class LlmArchModel(LlmArchPreTrainedModel):
             input_ids: `(batch, length)`; or give `inputs_embeds` `(batch, length, width)`, before positions.
             attention_mask: `(batch, past + length)`, 1 where a token is real; a 4-D mask is used as it is; a dict holds
                 one mask a layer type.
-            position_ids: `(batch, length)`. None: counted on from the cache. Sequences that restart at 0 within a row
-                are documents packed together, and do not see each other when neither mask nor cache is given.
+            position_ids: `(1 or batch, length)`, from 0 for the first token whatever the `position_offset` (RoBERTa's
+                own class has the offset in them). None: counted on from the cache. Without mask and cache they also
+                tell documents packed together, which do not see each other: in an encoder, where the only row counts
+                up and begins again at 0; in a decoder, wherever a step is not +1, as in transformers.
             cache: keys and values so far; also accepted as `past_key_values`, its name before transformers 5.24.
             token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
             encoder_hidden_states: `(batch, source length, width)`, what an encoder-decoder's decoder reads. None: the
@@ -400,6 +453,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
             if input_ids is None:
                 raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
             decoder_input_ids = _shift_right(self.config, input_ids)
+        kwargs |= self.wanted(kwargs)
+        given |= kwargs
         encoded = self.encoder(
             input_ids, attention_mask, inputs_embeds=inputs_embeds, token_type_ids=token_type_ids, **kwargs
         )
@@ -436,7 +491,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         masks = _layer_masks(self.config, inputs_embeds, attention_mask, given, position_ids)
         real = real_tokens(attention_mask, inputs_embeds.shape[1])
         if position_ids is None:
-            position_ids = self.count_positions(inputs_embeds, input_ids, given)
+            position_ids = self.count_positions(inputs_embeds, input_ids, given, attention_mask)
 
         x = inputs_embeds
         if self.embed_types is not None:
@@ -447,11 +502,20 @@ class LlmArchModel(LlmArchPreTrainedModel):
         # Passed by position, as is a bias: reentrant checkpoints carry gradients of positional arguments only.
         source = self.source(x, encoder_hidden_states, encoder_attention_mask)
         shared = cast(AttentionInputs, {"position_ids": position_ids, "use_cache": use_cache, CACHE: past, **kwargs})
-        for i, kind in enumerate(self.config.layer_types):
-            placed = {} if i in self.without_position else dict(state.get(i, state.get(kind, {})))
-            bias = placed.pop("position_bias", None)
+        without_position = self.config.nope_layers or ()
+        # Both may have been cut or extended since: `layers` by whoever studies them, the config by early exit.
+        for i, kind in enumerate(self.config.layer_types[: len(self.layers) * self.runs_in_a_row]):
             layer = self.layers[i // self.runs_in_a_row]
-            x = layer(x, bias, *source, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
+            has_position = i not in without_position
+            if (
+                getattr(layer, "layer_type", kind) != kind
+                or getattr(layer, "has_position", has_position) != has_position
+            ):
+                _refuse_moved(i, layer, kind, has_position)
+            placed = dict(state.get(i, state.get(kind, {}))) if has_position else {}
+            bias = placed.pop("position_bias", None)
+            tensors = () if bias is None and not source else (bias, *source)
+            x = layer(x, *tensors, attention_mask=masks[kind], real_tokens=real, **placed, **shared)
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
@@ -459,10 +523,17 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return own if self.encoder is None else EncoderDecoderCache(own, DynamicCache())
 
     def count_positions(
-        self, inputs_embeds: torch.Tensor, input_ids: torch.Tensor | None, cache: Cache | None
+        self,
+        inputs_embeds: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        cache: Cache | None,
+        attention_mask: Any,
     ) -> torch.Tensor:
         """`(1 or batch, length)`: on from the cache; of real tokens alone where the config says so."""
         past = cache.get_seq_length() if cache is not None else 0
+        if self.config.positions_follow_mask and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+            kept = attention_mask.long()
+            return (kept.cumsum(-1) * kept - 1)[:, past : past + inputs_embeds.shape[1]]
         if self.config.positions_skip_padding and input_ids is not None:
             real = torch.ne(input_ids, cast(int, self.config.pad_token_id)).long()
             return (real.cumsum(-1) + past) * real - 1
@@ -542,6 +613,8 @@ class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
         counts = config.alibi_in_bf16 or any(
             layer.capacity_factor is not None or layer.expert_capacity is not None for layer in config.layer_configs()
         )
+        if config.positions_follow_mask and config.position_encoding == "alibi" and attention_mask is not None:
+            counts = counts or (attention_mask.dim() == 2 and bool(has_holes(attention_mask)))
         return {**masks, PADDING: attention_mask} if counts else masks
 
     def prepare_inputs_for_generation(
@@ -711,7 +784,7 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
         output_router_logits: bool | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
-    ) -> Seq2SeqLMOutput:
+    ) -> Seq2SeqLMOutput | Seq2SeqMoEOutput:
         """
         Args:
             input_ids: `(batch, source length)`, with `attention_mask`; or `encoder_outputs`, once they are known.
@@ -722,8 +795,10 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
         Returns:
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache, the encoder's outputs.
         """
-        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        wanted["output_router_logits"] = output_router_logits or (labels is not None and self.balances)
+        asked = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        wanted = self.wanted({**asked, "output_router_logits": output_router_logits})
+        routed = wanted["output_router_logits"]
+        wanted["output_router_logits"] = routed or (labels is not None and self.balances)
         if encoder_outputs is None:
             encoder_outputs = cast(Any, self.model.encoder)(
                 input_ids, attention_mask, inputs_embeds=inputs_embeds, **wanted
@@ -775,7 +850,11 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
             "encoder_attentions": encoded.get("attentions"),
             CACHE: outputs.get(CACHE),
         }
-        return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
+        if not routed:
+            return Seq2SeqLMOutput(loss=loss, logits=logits, **results)
+        routers = {"encoder_router_logits": encoded.get("router_logits")}
+        routers["decoder_router_logits"] = outputs.get("router_logits")
+        return Seq2SeqMoEOutput(loss=loss, logits=logits, **results, **routers)
 
 
 class LlmArchTaskModel(LlmArchHeadModel):
@@ -790,6 +869,8 @@ class LlmArchTaskModel(LlmArchHeadModel):
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
+        if self.model.pooler is not None and not self.reads_pooler:
+            self.model.pooler.carry_along()
 
     # Every argument by its name: pipelines, Trainer and PEFT read this signature.
     @can_return_tuple
@@ -840,6 +921,10 @@ class LlmArchTaskModel(LlmArchHeadModel):
             for stack, states, mask in self.stacks(outputs, attention_mask, decoder_attention_mask):
                 loss, _ = stack.with_auxiliary(loss, states, mask, items, kwargs.get("num_items_in_batch"))
         return self.results(loss, logits, outputs)
+
+    @property
+    def reads_pooler(self) -> bool:
+        return False
 
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
@@ -919,6 +1004,10 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         self.dropout = in_sequence(dropout(config.classifier_dropout))
         self.score = nn.Linear(config.hidden_size, cast(int, config.num_labels), bias=config.classifier_bias)
         self.post_init()
+
+    @property
+    def reads_pooler(self) -> bool:
+        return self.config.classifier_pooling == "pooler"
 
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None

@@ -19,11 +19,14 @@ class Norm(nn.Module):
         shape: of the weight. Two dimensions give each head its own gain; statistics are over the last one alone.
         in_fp32: apply gain and bias before the result is cast back to the input's dtype, as Gemma does; else after,
             as LLaMA does.
+        narrows: cast to the weight's dtype instead, as T5 does, whose residual stream may be fp32 in an fp16 model.
     """
 
-    def __init__(self, shape: tuple[int, ...], eps: float, bias: bool, offset: float, in_fp32: bool):
+    def __init__(
+        self, shape: tuple[int, ...], eps: float, bias: bool, offset: float, in_fp32: bool, narrows: bool = False
+    ):
         super().__init__()
-        self.eps, self.offset, self.in_fp32 = eps, offset, in_fp32
+        self.eps, self.offset, self.in_fp32, self.narrows = eps, offset, in_fp32, narrows
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
 
@@ -45,12 +48,12 @@ class RMSNorm(Norm):
     facts = Facts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
+        dtype, y = self.weight.dtype if self.narrows else x.dtype, x.float()
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        y = (self.weight + self.offset if self.offset else self.weight) * y.to(x.dtype)
+            return (y if self.bias is None else y + self.bias.float()).to(dtype)
+        y = (self.weight + self.offset if self.offset else self.weight) * y.to(dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -60,13 +63,14 @@ class LayerNorm(Norm):
     facts = Facts()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.dim() == 1 and not self.in_fp32:
+        if self.weight.dim() == 1 and not self.in_fp32 and not self.narrows:
             return F.layer_norm(x, self.weight.shape, self.gain(), self.bias, self.eps)
+        dtype = self.weight.dtype if self.narrows else x.dtype
         y = F.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         if self.in_fp32:
             y = y * (self.weight.float() + self.offset)
-            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
-        y = self.gain() * y.to(x.dtype)
+            return (y if self.bias is None else y + self.bias.float()).to(dtype)
+        y = self.gain() * y.to(dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -95,6 +99,7 @@ def norm(
         bias=config.norm_bias if bias is None else bias,
         offset=config.norm_offset,
         in_fp32=config.norm_weight_in_fp32,
+        narrows="ffn_output" in (config.keep_in_fp32 or ()),
     )
 
 
@@ -121,13 +126,25 @@ class NormSlots(nn.Module):
         return self.out(x + self.after(branch))
 
 
+class BoundedSlots(NormSlots):
+    """The stream behind the branch is bounded, in fp16 alone, to what fp16 holds with room for another branch."""
+
+    limit = torch.finfo(torch.float16).max - 1000
+
+    def join(self, x: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        x = super().join(x, branch)
+        return x.clamp(-self.limit, self.limit) if x.dtype == torch.float16 else x
+
+
 class PreNorm(NormSlots):
     """Nothing stands behind the branch, as in most decoders: they are spared the calls."""
 
     join = staticmethod(torch.add)  # type: ignore[assignment]
 
 
-def norm_slots(config: LlmArchConfig, slots: set[str]) -> NormSlots:
-    """The norms around a branch, in these slots."""
+def norm_slots(config: LlmArchConfig, slots: set[str], ends_layer: bool = False) -> NormSlots:
+    """The norms around a branch, in these slots; `ends_layer` says whether it is the last of its layer."""
+    if config.fp16_clamp == "branch" or (config.fp16_clamp == "layer" and ends_layer):
+        return BoundedSlots(config, slots)
     ends_bare = slots <= {"pre"} and not config.hidden_dropout and config.residual_scale == 1.0
     return (PreNorm if ends_bare else NormSlots)(config, slots)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.utils import is_tracing
 
 from .buffers import Fp32Buffers
 from .configuration_llmarch import LlmArchConfig, PositionEncoding
@@ -312,7 +313,7 @@ class AlibiPositions(ScoreBias):
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
-        self.in_bf16 = config.alibi_in_bf16
+        self.in_bf16, self.follows_mask = config.alibi_in_bf16, config.positions_follow_mask
         self.heads, self.bias_max = config.num_attention_heads, config.alibi_bias_max
         self.factor = attention_scale(config) if config.alibi_scaled else 1.0
         # An explicit dtype: a model loaded in bf16 would otherwise round the slopes.
@@ -322,14 +323,31 @@ class AlibiPositions(ScoreBias):
         init.copy_(self.slopes, alibi_slopes(self.heads, self.bias_max))
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor:
-        return self.slopes.float()[:, None, None] * (-distance.abs() * self.factor)
+        return self.slopes.float()[:, None, None] * (-distance.abs() * self.factor)[..., None, :, :]
 
     def prepare(
         self, x: torch.Tensor, position_ids: torch.Tensor, cache: Cache | None, attention_mask: Any = None
     ) -> State:
         if self.in_bf16:
             return self.rounded(x, cache, attention_mask)
+        if self.follows_mask:
+            mask = attention_mask.get(PADDING) if isinstance(attention_mask, dict) else attention_mask
+            if mask is not None and mask.dim() == 2 and (is_tracing(mask) or has_holes(mask)):
+                return self.among_kept(x, cache, mask)
         return super().prepare(x, position_ids, cache, attention_mask)
+
+    def among_kept(self, x: torch.Tensor, cache: Cache | None, mask: torch.Tensor) -> State:
+        """`(B, H, T, S)`: distances count the tokens that a mask keeps. Without holes in it they are those of indices,
+        which one bias for all rows has."""
+        length, state = x.shape[1], cast(State, {})
+        for kind, layer in self.first_layer.items():
+            keys, first_key = (length, 0) if cache is None else cache.get_mask_sizes(length, layer)
+            past = 0 if cache is None else cache.get_seq_length(layer)
+            places = mask.cumsum(-1)
+            places = F.pad(places, (0, max(0, first_key + keys - places.shape[-1])))
+            distance = places[:, None, first_key : first_key + keys] - places[:, past : past + length, None]
+            state[kind] = {"position_bias": self.bias(distance).to(x.dtype)}
+        return state
 
     def rounded(self, x: torch.Tensor, cache: Cache | None, attention_mask: Any) -> State:
         """Falcon's form, `(B, H, 1, S)`: slope times the key's place among the real tokens, a product rounded to bf16.
@@ -355,6 +373,12 @@ class AlibiPositions(ScoreBias):
             bias = (self.slopes[:, None].bfloat16() * places).to(x.dtype) * self.factor  # (B, H, S)
             state[kind] = {"position_bias": bias[:, :, None]}
         return state
+
+
+def has_holes(mask: torch.Tensor) -> torch.Tensor:
+    """Whether a row of a mask `(B, S)` leaves out tokens between others that it keeps."""
+    kept = mask.bool()
+    return (~kept & (kept.cumsum(-1) > 0) & (kept.flip(-1).cumsum(-1).flip(-1) > 0)).any()
 
 
 def alibi_slopes(heads: int, bias_max: int) -> torch.Tensor:

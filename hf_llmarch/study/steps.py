@@ -516,6 +516,10 @@ def model_steps(config: LlmArchConfig, run: Pass, architecture: str | None = Non
         encoder = stack_steps(config.source_config(), reading, config.share_source_embeddings)
         steps += [replace(step, name=f"{prefix}encoder.{step.name}", stack="encoder") for step in encoder]
     stack = "encoder" if config.topology == "encoder" else "decoder"
-    steps += [replace(step, name=f"{prefix}{step.name}", stack=stack) for step in stack_steps(config, run)]
+    reads_pooler = architecture == "LlmArchForSequenceClassification" and config.classifier_pooling == "pooler"
+    for step in stack_steps(config, run):
+        if step.name == "pooler.dense" and prefix and not reads_pooler:
+            step = replace(step, parameters=0, active=0)  # such a head keeps the weights as buffers
+        steps.append(replace(step, name=f"{prefix}{step.name}", stack=stack))
     steps += [replace(step, stack=stack) for step in HEADS[architecture](config, run)]
     return steps

@@ -176,7 +176,7 @@ def with_experts_layout(model: Model, layout: ExpertsLayout) -> Model:
     stacks = {name: part for name, part in changed.named_modules() if isinstance(part, LlmArchPreTrainedModel)}
     for name, part in sparse.items():
         stack = stacks[max((stack for stack in stacks if name.startswith(stack)), key=len)]
-        stack.config.experts_layout = layout  # an encoder-decoder's stacks have configs of their own
+        stack.config.restate(experts_layout=layout)  # an encoder-decoder's stacks have configs of their own
         index = next(int(piece) for piece in name.split(".") if piece.isdigit())
         changed.get_submodule(name).experts = moved_experts(part.experts, stack.config, stack.config.layer(index))
     return changed
