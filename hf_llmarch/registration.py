@@ -1,7 +1,8 @@
 """Making transformers and PEFT know our classes, and these the processor, without an import before it is needed.
 
 Each registration waits until the module with the table to be filled is imported, by the user or by another library; it
-happens at once where that module is there already.
+happens at once where that module is there already. The one that needs our models waits until an Auto class or its table
+is taken from that module: every config class of transformers imports it, for the name of a model in its docstring.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from wrapt import when_imported
 
@@ -25,7 +27,10 @@ def register() -> None:
     when_imported(MODELING)(_register_models)
     when_imported(MODELING)(_register_products)
     when_imported(f"{AUTO}.configuration_auto")(_announce_config)
-    when_imported(f"{AUTO}.modeling_auto")(_announce_models)
+    if f"{AUTO}.modeling_auto" in sys.modules:
+        _announce_models(sys.modules[f"{AUTO}.modeling_auto"])
+    else:
+        when_imported(f"{AUTO}.modeling_auto")(_await_use)
     for name in BELOW_MODELING:
         when_imported(name)(_announce_models)
     when_imported("peft.utils.constants")(_register_with_peft)
@@ -47,6 +52,20 @@ def _announce_models(module: ModuleType) -> None:
     others = {MODELING, *BELOW_MODELING} - {module.__name__}
     if not any(map(_is_being_imported, others)):
         _register_models(import_module(MODELING))
+
+
+class _Unused(ModuleType):
+    """A module from which nobody has taken an Auto class or a table of classes yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("Auto") or name.endswith("_MAPPING"):
+            self.__class__ = ModuleType  # type: ignore[assignment]
+            _announce_models(self)
+        return ModuleType.__getattribute__(self, name)
+
+
+def _await_use(module: ModuleType) -> None:
+    module.__class__ = _Unused
 
 
 def _prepare_config(configuration: ModuleType) -> None:

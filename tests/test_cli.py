@@ -311,6 +311,7 @@ def test_inspect(tmp_path: Path) -> None:
         (["convert", "--help"], ("torch", "transformers", "numpy")),
         (["families"], ("torch", "transformers", "numpy")),
         (["switches"], ("transformers.modeling_utils", "hf_llmarch.model.modeling_llmarch")),
+        (["inspect", "llama-3-8b"], ("transformers.modeling_utils", "hf_llmarch.model.modeling_llmarch")),
     ],
     ids=lambda value: " ".join(value),
 )

@@ -228,6 +228,39 @@ print("twice")
     assert finished.stdout.strip() == "twice", finished.stderr[-2000:]
 
 
+USES = {
+    "a class from transformers": "from transformers import AutoModelForCausalLM as auto; table = auto._model_mapping",
+    "a class from its module": """
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM as auto
+table = auto._model_mapping
+""",
+    "a table": "from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as table",
+    "our model": """
+from hf_llmarch import LlmArchForCausalLM
+import transformers
+table = transformers.AutoModelForCausalLM._model_mapping
+""",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_our_models_are_imported_when_auto_classes_are_used_and_known_then(use: str, tmp_path: Path) -> None:
+    """Not before: a config class of transformers alone imports the module of the Auto classes."""
+    code = f"""
+import sys
+import hf_llmarch
+from transformers import LlamaConfig
+import transformers.models.auto.modeling_auto
+assert "hf_llmarch.model.modeling_llmarch" not in sys.modules
+assert "transformers.modeling_utils" not in sys.modules
+{USES[use]}
+assert table[hf_llmarch.LlmArchConfig] is hf_llmarch.LlmArchForCausalLM
+print("known")
+"""
+    finished = run(code, tmp_path, PYTHONPATH=str(SOURCE.parent))
+    assert finished.stdout.strip() == "known", finished.stderr[-2000:]
+
+
 def import_beside(version: str, folder: Path) -> str:
     """The last line of what importing a class of ours says beside a transformers that has nothing but a version: in
     another release, any name may be missing."""

@@ -40,21 +40,21 @@ def _gpu(name: str, tera_flops: float, gigabytes_a_second: float, gigabytes: flo
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _gpu("v100", 125, 900, 32, "NVIDIA V100 SXM2 32GB datasheet (fp16)"),
+        _gpu("v100", 125, 900, 32, "NVIDIA V100 datasheet, SXM2 32GB (fp16)"),
         _gpu("t4", 65, 320, 16, "NVIDIA T4 datasheet (fp16)"),
         _gpu("a10", 125, 600, 24, "NVIDIA A10 datasheet"),
         _gpu("a100-40gb", 312, 1555, 40, "NVIDIA A100 datasheet, SXM 40GB"),
         _gpu("a100-80gb", 312, 2039, 80, "NVIDIA A100 datasheet, SXM 80GB"),
-        _gpu("l4", 121, 300, 24, "NVIDIA L4 datasheet, without sparsity"),
-        _gpu("l40s", 362, 864, 48, "NVIDIA L40S datasheet, without sparsity"),
-        _gpu("rtx-4090", 165.2, 1008, 24, "NVIDIA Ada architecture whitepaper, fp32 accumulation"),
-        _gpu("h100", 989.4, 3350, 80, "NVIDIA H100 datasheet, SXM, without sparsity"),
-        _gpu("h200", 989.4, 4800, 141, "NVIDIA H200 datasheet, SXM, without sparsity"),
-        _gpu("b200", 2250, 8000, 180, "NVIDIA DGX B200 datasheet, an eighth of it, without sparsity"),
+        _gpu("l4", 121, 300, 24, "NVIDIA L4 datasheet, half of its 242 with sparsity"),
+        _gpu("l40s", 362, 864, 48, "NVIDIA L40S datasheet"),
+        _gpu("rtx-4090", 165.2, 1008, 24, "NVIDIA Ada GPU architecture whitepaper, appendix A, fp32 accumulation"),
+        _gpu("h100", 989.4, 3350, 80, "NVIDIA H100 datasheet, SXM, half of its 1,979 with sparsity"),
+        _gpu("h200", 989.4, 4800, 141, "NVIDIA H200 datasheet, SXM, half of its 1,979 with sparsity"),
+        _gpu("b200", 2250, 8000, 180, "NVIDIA HGX and DGX B200 datasheets, an eighth, half of 36,000 with sparsity"),
         _gpu("mi300x", 1307.4, 5300, 192, "AMD Instinct MI300X datasheet"),
-        _gpu("tpu-v4", 275, 1228, 32, "Google Cloud TPU v4 documentation"),
-        _gpu("tpu-v5e", 197, 819, 16, "Google Cloud TPU v5e documentation"),
-        _gpu("tpu-v5p", 459, 2765, 95, "Google Cloud TPU v5p documentation"),
+        _gpu("tpu-v4", 275, 1200, 32, "docs.cloud.google.com/tpu/docs/v4"),
+        _gpu("tpu-v5e", 197, 819, 16, "docs.cloud.google.com/tpu/docs/v5e"),
+        _gpu("tpu-v5p", 459, 2765, 95, "docs.cloud.google.com/tpu/docs/v5p"),
     )
 }
 

@@ -19,10 +19,12 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def filled(name: str, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A row with what the one it is like says of the architecture; the source and the numbers are its own."""
     row = dict(rows[name])
-    base = filled(row.pop("like"), rows) if "like" in row else {}
-    config = merged(base.get("config", {}), row.get("config", {}) | dict.fromkeys(row.pop("null", ())))
-    return {"note": None, "family": None, **base, **row, "config": config}
+    base = filled(row.pop("like"), rows) if "like" in row else {"note": None, "family": None, "config": {}}
+    config = merged(base["config"], row.get("config", {}) | dict.fromkeys(row.pop("null", ())))
+    shared = {"note": base["note"], "family": base["family"]}
+    return {**shared, "published": {}, **row, "config": config}
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +41,7 @@ def names() -> list[str]:
 
 
 def row(name: str) -> dict[str, Any]:
-    """The preset's row: source, note, family and config.
+    """The preset's row: source, numbers of ours and published ones, note, family and config.
 
     Raises:
         ValueError: for a name that is not there, with the closest that are.
