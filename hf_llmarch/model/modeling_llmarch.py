@@ -911,11 +911,17 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
 
     Raises:
         ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`); for a text
-            without an end, where the classifier reads its state (`classifier_pooling="eos"`).
+            without an end, where the classifier reads its state (`classifier_pooling="eos"`), and then for a config
+            without `eos_token_id`.
     """
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        if config.classifier_pooling == "eos" and config.eos_token_id is None:
+            raise ValueError(
+                "classifier_pooling='eos', eos_token_id=None: the classifier reads the state of a text's last end "
+                "token: set eos_token_id."
+            )
         two = config.topology == "encoder-decoder"
         self.output_class = Seq2SeqSequenceClassifierOutput if two else SequenceClassifierOutput
         self.pool = POOLINGS[config.classifier_pooling]
