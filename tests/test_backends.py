@@ -159,6 +159,11 @@ def test_a_refusal_says_what_would_do() -> None:
         tiny_model(attention_sinks=True).set_attn_implementation("sdpa")
 
 
+def test_a_name_that_nobody_knows_is_refused_by_transformers() -> None:
+    with pytest.raises(ValueError, match=r'Specified `attn_implementation="foo"` is not supported'):
+        tiny_model(attention_sinks=True).set_attn_implementation("foo")
+
+
 def test_one_layer_that_demands_is_enough() -> None:
     config = tiny_config(per_layer_config={2: {"attention_sinks": True}})
     assert chosen(redraw(LlmArchForCausalLM(config))) == "eager"

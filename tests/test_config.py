@@ -372,7 +372,6 @@ BROKEN: dict[tuple[str, ...], list[dict[str, Any]]] = {
         {"topology": "encoder", "layer_groups": 2},
     ],
     ("classifier_pooling", "pooler"): [{"topology": "encoder", "classifier_pooling": "pooler"}],
-    ("classifier_pooling", "eos_token_id"): [{"classifier_pooling": "eos"}],
     ("share_source_embeddings", "hidden_size", "source_stack"): [
         {"topology": "encoder-decoder", "source_stack": {"vocab_size": 50}},
         {"topology": "encoder-decoder", "source_stack": {"hidden_size": 36}},

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -854,3 +855,23 @@ def test_refuses(switches: dict[str, Any], why: str) -> None:
 def test_refuses_switches_of_experts_without_experts(switches: dict[str, Any]) -> None:
     with pytest.raises((ValueError, StrictDataclassClassValidationError), match="without num_experts"):
         tiny_config(**switches)
+
+
+@pytest.mark.parametrize(
+    ("switches", "strict", "whole"),
+    [
+        ({}, set(), False),
+        ({**SPARSE, "router_selection_bias": True}, {"e_score_correction_bias"}, False),
+        ({"quantization_config": {"quant_method": "quanto"}}, set(), True),
+    ],
+)
+def test_a_model_keeps_in_fp32_what_it_has_and_names_to_quantisers_what_they_leave_alone(
+    switches: dict[str, Any], strict: set[str], whole: bool
+) -> None:
+    model = LlmArchForCausalLM(tiny_config(**switches))
+    assert model._keep_in_fp32_modules_strict == strict
+    names = ("model.layers.0.self_attn.kv_b_proj", "score")
+    assert all(any(re.match(p, name) for p in model._keep_in_fp32_modules) is whole for name in names)
+    assert torch.float32 not in {
+        kept for part, kept in model._get_dtype_plan(torch.float16).items() if part not in strict
+    }

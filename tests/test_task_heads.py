@@ -312,6 +312,10 @@ def test_the_state_of_the_last_end_is_read(topology: Config) -> None:
 
 @core
 def test_what_a_classifier_of_ends_refuses() -> None:
+    nameless = {**BOTH, "eos_token_id": None, "classifier_pooling": "eos"}
+    with pytest.raises(ValueError, match="set eos_token_id"):
+        head(LlmArchForSequenceClassification, **nameless)
+    head(LlmArchForQuestionAnswering, **nameless)  # does not read it
     model, ids = head(LlmArchForSequenceClassification, **BOTH, classifier_pooling="eos"), ended(2)
     with pytest.raises(ValueError, match="no eos_token_id"):
         model(ids[:, :-1].clamp(min=3))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from .block import ATTENTIONS
 from .configuration_llmarch import SWITCHES, LlmArchConfig
 from .declarations import Feature, facts
@@ -106,11 +108,20 @@ def honours(implementation: str | None, features: Iterable[Feature]) -> bool:
     return implementation is None or honoured(implementation).issuperset(features)
 
 
+def known(implementation: str) -> bool:
+    """Whether there is or may be an attention implementation of that name: a kernel of the Hub is yet to be loaded."""
+    listed = implementation in HONOURS or implementation in ALL_ATTENTION_FUNCTIONS
+    return listed or "/" in implementation or any(map(implementation.startswith, filter(None, OTHERS)))
+
+
 def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:
     """
     Raises:
         ValueError: naming the first switch that `implementation` would ignore, and the implementations that would not.
+            A name that nobody knows is left to transformers, which lists those that it has.
     """
+    if implementation is not None and not known(implementation):
+        return
     for demand in demands(config):
         if not honours(implementation, (demand.feature,)):
             able = sorted(name for name in HONOURS if "|" not in name and demand.feature in HONOURS[name])

@@ -1303,11 +1303,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "the classifier reads the pooler's output: set pooler=True.",
     ),
     Constraint(
-        ("classifier_pooling", "eos_token_id"),
-        lambda c: c.classifier_pooling != "eos" or c.eos_token_id is not None,
-        "the classifier reads the state of a text's last end token: set eos_token_id.",
-    ),
-    Constraint(
         ("share_source_embeddings", "hidden_size", "source_stack"),
         lambda c: (
             not (

@@ -59,6 +59,8 @@ logger = logging.get_logger(__name__)
 # The modules that quantisers leave alone: gates, heads that a task has yet to train, and of MLA the narrow projections
 # that every head reads and the one whose matrix absorbed decoding folds.
 UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
+# As quantisers match them, from the beginning of a module's name.
+UNQUANTISED_PATTERNS = frozenset(rf"(.*\.)?{name}" for name in UNQUANTISED)
 
 # Of `keep_in_fp32`, the weights by a part of their names, and what a model is loaded in when they are kept.
 KEPT_IN_FP32: dict[KeptInFp32, tuple[str, tuple[torch.dtype, ...]]] = {
@@ -173,10 +175,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
         "router_logits": OutputRecorder(Router, index=0),
     }
     # The selection bias of a router moves by small steps that bf16 cannot hold.
-    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]
-    # Quantisers leave alone what this list names, and match its patterns from the beginning of a name. transformers
-    # would also keep these modules in fp32 in a model of fp16, see `_get_dtype_plan`.
-    _keep_in_fp32_modules = [rf"(.*\.)?{name}" for name in UNQUANTISED]
+    _keep_in_fp32_modules_strict: set[str] | list[str] = ["e_score_correction_bias"]
     # transformers would look for its decorator of experts in this file; ours dispatch by themselves, in `experts.py`.
     _can_set_experts_implementation_cached_value = True
 
@@ -289,12 +288,18 @@ class LlmArchPreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         """As in transformers; a model that is about to be quantised gets `nn.Linear` for its linear layers."""
         super().post_init()
+        # What the class names, this model may not have.
+        parts = {part for name in self.state_dict() for part in name.split(".")}
+        self._keep_in_fp32_modules_strict = parts.intersection(self._keep_in_fp32_modules_strict or ())
         if getattr(self.config, "quantization_config", None) is not None:
             as_torch_linear(self)
+            # Quantisers leave alone what this set names. In fp16 transformers would also keep it in fp32, see
+            # `_get_dtype_plan`.
+            self._keep_in_fp32_modules = {*UNQUANTISED_PATTERNS, *(self._keep_in_fp32_modules or ())}
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = super()._get_dtype_plan(dtype)
-        plan = {name: kept for name, kept in plan.items() if name not in LlmArchPreTrainedModel._keep_in_fp32_modules}
+        plan = {name: kept for name, kept in plan.items() if name not in UNQUANTISED_PATTERNS}
         if getattr(self.config, "quantization_config", None) is not None:
             return plan  # a quantised weight has no other dtype
         kept = [KEPT_IN_FP32[part] for part in self.config.keep_in_fp32 or ()]
@@ -991,11 +996,17 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
 
     Raises:
         ValueError: for a batch of which nothing says where its texts end (no mask, no `pad_token_id`); for a text
-            without an end, where the classifier reads its state (`classifier_pooling="eos"`).
+            without an end, where the classifier reads its state (`classifier_pooling="eos"`), and then for a config
+            without `eos_token_id`.
     """
 
     def __init__(self, config: LlmArchConfig):
         super().__init__(config)
+        if config.classifier_pooling == "eos" and config.eos_token_id is None:
+            raise ValueError(
+                "classifier_pooling='eos', eos_token_id=None: the classifier reads the state of a text's last end "
+                "token: set eos_token_id."
+            )
         two = config.topology == "encoder-decoder"
         self.output_class = Seq2SeqSequenceClassifierOutput if two else SequenceClassifierOutput
         self.pool = POOLINGS[config.classifier_pooling]
