@@ -1,9 +1,10 @@
 """The switches: one flat config for the whole Transformer line.
 
 Each field states one behaviour; nothing in the package asks for a model's name. Fields are grouped by topic in the
-mixins below, in the order in which a reader meets them in a model; `config.json` stays flat. What a value means is in
-the text below the field (`docs()` has them all); which combinations are refused is in the table `CONSTRAINTS`, and
-in what a field declares of itself (`Switch`).
+mixins below, in the order in which a reader meets them in a model; `config.json` stays flat. The docstring of a mixin
+names the files, tables and classes in which its fields take effect. What a value means is in the text below the field
+(`docs()` has them all); which combinations are refused is in the table `CONSTRAINTS`, and in what a field declares of
+itself (`Switch`).
 
 Do not add `from __future__ import annotations` here: with string annotations `@strict` checks no field.
 """
@@ -48,7 +49,8 @@ Overflow = Literal["drop", "next_best"]
 ExpertsLayout = Literal["packed", "linear"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 
-# These are None until the config is built, or where nothing reads them: to those who read them they are never None.
+# Fields of these types may be given as None: `__post_init__` fills them in, except where nothing reads them. The code
+# that reads them therefore sees the filled type.
 if TYPE_CHECKING:
     FilledInt: TypeAlias = int
     FilledBool: TypeAlias = bool
@@ -82,34 +84,36 @@ EXPERTS = Condition("num_experts", lambda c: c.num_experts is not None)
 model_switch = partial(switch, per_layer=False)
 expert_switch = partial(switch, needs=EXPERTS)
 
-# The classes with a head.
+# The classes with a head, as a field's `read_by` names them.
 VOCABULARY = ("LlmArchForCausalLM", "LlmArchForConditionalGeneration", "LlmArchForMaskedLM")
 CLASSIFIER = "LlmArchForSequenceClassification"
 TAGGER = "LlmArchForTokenClassification"
 ANSWERER = "LlmArchForQuestionAnswering"
 
 
-def topology_asks(config: "LlmArchConfig") -> Feature | None:
+def _topology_asks(config: "LlmArchConfig") -> Feature | None:
     return {"encoder": Feature.BOTH_SIDES, "encoder-decoder": Feature.TWO_STACKS}.get(config.topology)
 
 
-def qk_norm_asks(config: "LlmArchConfig") -> Feature | None:
+def _qk_norm_asks(config: "LlmArchConfig") -> Feature | None:
     return Feature.ALL_HEADS if config.qk_norm in ("heads", "projection") else None
 
 
-def rope_asks(config: "LlmArchConfig") -> Feature | None:
-    """Frequencies that follow the longest text of a batch, whose cached keys were turned by the frequencies before."""
+def _rope_asks(config: "LlmArchConfig") -> Feature | None:
+    """Dynamic NTK and LongRoPE pick their frequencies by the longest text of a batch, so a row must hold one text."""
     follows = any(p["rope_type"] in ("dynamic", "longrope") for p in config.rope_by_layer_type.values())
     return Feature.WHOLE_ROWS if follows else None
 
 
-def logit_scale_asks(config: "LlmArchConfig") -> Feature | None:
+def _logit_scale_asks(config: "LlmArchConfig") -> Feature | None:
     both = config.logit_scale != 1.0 and config.final_logit_softcapping is not None
     return Feature.SCALE_BEFORE_CAP if both else None
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SizeSwitches:
+    """Sizes and stacks: `LlmArchModel` builds the stacks from them (`modeling_llmarch.py`)."""
+
     vocab_size: int = model_switch(32000, above=0)
     """Rows of the token embedding and of the output head."""
 
@@ -125,23 +129,34 @@ class SizeSwitches:
     """
 
     max_position_embeddings: int = model_switch(2048, above=0)
-    """Longest sequence the positions were made for: the rows of a learned table, the reference of RoPE scaling."""
+    """Longest sequence that the positions are made for: a learned table has as many rows, and RoPE scaling refers to
+    this length.
+    """
 
-    topology: Topology = model_switch("decoder", asks=topology_asks)
+    topology: Topology = model_switch("decoder", asks=_topology_asks)
     """Which stacks there are, and so which masks: causal, bidirectional, or both with cross-attention."""
 
     source_stack: dict[str, Any] | None = model_switch(None, needs=TWO_STACKS)
     """Fields in which the encoder of an encoder-decoder differs from the decoder, with their values."""
 
     share_source_embeddings: bool = model_switch(True, needs=TWO_STACKS)
-    """Encoder and decoder of an encoder-decoder read one embedding."""
+    """Encoder-decoder: both stacks share one token embedding."""
 
     layer_groups: int | None = model_switch(None, above=0)
-    """Encoder: that many blocks, each run num_hidden_layers / layer_groups times in a row (ALBERT)."""
+    """Encoder: number of distinct blocks. Each is run num_hidden_layers / layer_groups times in a row, so that
+    consecutive layers share their weights (ALBERT). None: every layer has a block of its own.
+    """
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class AttentionSwitches:
+    """Attention: `Block` takes its class from `ATTENTIONS` (`block.py`).
+
+    `ScoredAttention` (`attention.py`) reads what concerns scores: scale, soft-cap, sinks, windows, dropout. `Attention`
+    in that file reads the projections and `qk_norm` (`QK_NORM_SHAPES`), and `LatentAttention` (`latent_attention.py`)
+    the sizes of MLA.
+    """
+
     attention_type: AttentionType | None = switch(None)
     """How heads share keys and values. None: follows from the head counts (`mla` when `kv_lora_rank` is set). MQA:
     arXiv 1911.02150; GQA: arXiv 2305.13245; MLA: arXiv 2405.04434.
@@ -168,13 +183,15 @@ class AttentionSwitches:
     """MLA: rank of the joint key and value compression, the cached latent."""
 
     qk_nope_head_dim: FilledInt = switch(None, above=0)
-    """MLA: part of a query/key head that carries no position."""
+    """MLA: width of the part of a query/key head that is not rotated."""
 
     qk_rope_head_dim: FilledInt = switch(None, above=0)
-    """MLA: part of a query/key head that is rotated; its key is shared."""
+    """MLA: width of the part of a query/key head that is rotated; all heads share the key of this part."""
 
     mla_cache: Literal["latent", "expanded"] = model_switch("latent", needs=LATENT, inert=True)
-    """MLA: what is cached. `expanded` holds whole keys and values, for tools that ask for them."""
+    """MLA: what is cached. `latent`: the latent and the shared rotated key; `expanded`: the keys and values of all
+    heads, for tools that expect them.
+    """
 
     latent_norm_eps: Number | None = switch(None, needs=LATENT, least=0)
     """MLA: eps of the norms on the latents. None: as `norm_eps`."""
@@ -185,7 +202,7 @@ class AttentionSwitches:
     attention_output_bias: bool = switch(False)
     """Bias on the output projection."""
 
-    qk_norm: QKNorm = switch("none", asks=qk_norm_asks)
+    qk_norm: QKNorm = switch("none", asks=_qk_norm_asks)
     """Norm of queries and keys before the rotation: `head` over a head with one weight for all heads (Qwen3), `heads`
     over a head with a weight per head (Command R+), `projection` over all heads together (OLMo 2).
     """
@@ -206,7 +223,9 @@ class AttentionSwitches:
     """Bound c on attention scores, c * tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118)."""
 
     attention_sinks: bool = switch(False, asks=Feature.SINKS)
-    """A learned logit per head that joins the softmax and is then dropped (gpt-oss), so weights sum to < 1."""
+    """A learned logit per head takes part in the softmax and is dropped afterwards, so that attention weights sum to
+    less than 1 (gpt-oss).
+    """
 
     clip_qkv: Number | None = switch(None, needs=WHOLE_KEYS, above=0)
     """Clamp queries, keys and values to [-c, c] after projection (MPT, OLMo)."""
@@ -215,12 +234,12 @@ class AttentionSwitches:
     """Dropout on attention weights, in training."""
 
     sliding_window: int | None = model_switch(None, least=0, asks=Feature.WINDOWS)
-    """Keys a query of a `sliding_attention` layer sees, itself included: i-w+1 .. i; in an encoder, keys on either
-    side: i-w .. i+w.
+    """Width w of the window of `sliding_attention` layers: the query at position i sees keys i-w+1 to i, and in an
+    encoder keys i-w to i+w.
     """
 
     attention_chunk_size: int | None = model_switch(None, above=0, asks=Feature.CHUNKS)
-    """Width of the blocks of a `chunked_attention` layer; a query sees its own block only (Llama 4)."""
+    """Length of the chunks of `chunked_attention` layers: a query sees keys of its own chunk only (Llama 4)."""
 
     layer_types: FilledList = model_switch(None, follows=("num_hidden_layers",))
     """One of `full_attention`, `sliding_attention`, `chunked_attention` for each layer. None: sliding when
@@ -230,15 +249,21 @@ class AttentionSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class PositionSwitches:
-    position_encoding: PositionEncoding = model_switch("rope")
-    """How order enters: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope` (arXiv
-    2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683) are
-    added to the scores.
+    """Position encoding: `LlmArchModel` takes a class from `POSITIONS` (`positions.py`), which reads the fields of its
+    own encoding; `rope_by_layer_type` below resolves `rope_parameters`.
+
+    `ScoredAttention` (`attention.py`) applies the rotation, and leaves it out in `nope_layers`.
     """
 
-    rope_parameters: dict[str, Any] | None = model_switch(None, asks=rope_asks)
+    position_encoding: PositionEncoding = model_switch("rope")
+    """How positions are encoded: `sinusoidal` (arXiv 1706.03762) and `learned` are added to the embedding, `rope`
+    (arXiv 2104.09864) rotates queries and keys, `alibi` (arXiv 2108.12409) and `relative_bias` (T5, arXiv 1910.10683)
+    are added to the scores.
+    """
+
+    rope_parameters: dict[str, Any] | None = model_switch(None, asks=_rope_asks)
     """RoPE: `rope_theta`, `partial_rotary_factor`, and `rope_type` (default, linear, ntk, dynamic, yarn, llama3,
-    longrope) with its own keys; or one such dict a layer type, for local and global bases.
+    longrope) with its own keys; or one such dict for each layer type, where local and global layers differ in them.
     """
 
     rope_interleaved: bool = model_switch(False, needs=ROPE)
@@ -259,7 +284,9 @@ class PositionSwitches:
     """Added to the position before a learned or sinusoidal table is read (BART, OPT: 2)."""
 
     positions_skip_padding: bool = model_switch(False, needs=TABLED)
-    """Learned or sinusoidal positions count real tokens; padding has position -1 (RoBERTa) or no wave (M2M-100)."""
+    """Learned or sinusoidal positions count real tokens only. Padding gets position -1 of a learned table (RoBERTa),
+    and zeros in place of sinusoids (M2M-100).
+    """
 
     alibi_bias_max: int = model_switch(8, needs=ALIBI, above=0)
     """ALiBi: exponent of the smallest slope, 2^-alibi_bias_max."""
@@ -268,7 +295,9 @@ class PositionSwitches:
     """ALiBi: the bias is multiplied by the attention scale as well (Falcon)."""
 
     alibi_in_bf16: bool = model_switch(False, needs=ALIBI)
-    """ALiBi: slope times the key's place among the real tokens, rounded to bf16 in any dtype (Falcon)."""
+    """ALiBi: the bias is the slope times the key's index among the real tokens, and this product is rounded to bf16
+    whatever the model's dtype (Falcon).
+    """
 
     relative_attention_num_buckets: int = model_switch(32, needs=RELATIVE, above=0)
     """T5 bias: number of distance buckets."""
@@ -282,6 +311,11 @@ class PositionSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class FeedForwardSwitches:
+    """Feed-forward: `dense_feed_forward` takes a class from `FEED_FORWARDS` (`feedforward.py`).
+
+    In that file, `activation` reads `hidden_act` and `swish_beta`, and `gated_activation` the fields of a GLU.
+    """
+
     ffn_type: FFNType = switch("glu")
     """`mlp`: down(act(up(x))); `glu`: down(act(gate(x)) * up(x)), arXiv 2002.05202."""
 
@@ -292,10 +326,10 @@ class FeedForwardSwitches:
     """Beta in x * sigmoid(beta x), a number or learned per layer (arXiv 1710.05941). None: 1, the plain silu."""
 
     glu_limit: Number | None = switch(None, above=0)
-    """Bounds inside a GLU: gate at most this, the other half within +- this (gpt-oss)."""
+    """Clamp inside a GLU: the gate to at most this, the up projection to within +- this (gpt-oss)."""
 
     glu_up_offset: Number = switch(0.0)
-    """Added to the ungated half of a GLU (gpt-oss: 1)."""
+    """Added to the output of a GLU's up projection (gpt-oss: 1)."""
 
     ffn_bias: bool = switch(False)
     """Biases in the feed-forward, experts included."""
@@ -306,6 +340,13 @@ class FeedForwardSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class ExpertSwitches:
+    """Mixtures of experts: a sparse layer has a class from `SPARSE_FEED_FORWARDS` (`experts.py`).
+
+    That class builds a router from `ROUTERS`, with `SCORES` and `GROUP_SCORES` (`routing.py`), experts from
+    `EXPERT_LAYOUTS` (`experts.py`), and a limit to their load from `capacity` and `OVERFLOWS` (`routing.py`). The
+    losses, and the updates of the selection bias, are in `balancing.py`.
+    """
+
     num_experts: int | None = model_switch(None, above=0)
     """Experts of a sparse layer. None: every feed-forward is dense."""
 
@@ -316,7 +357,7 @@ class ExpertSwitches:
     """Inner width of one expert. None: `intermediate_size`."""
 
     num_shared_experts: int = expert_switch(0, least=0)
-    """Number of experts that every token passes; they form one feed-forward of that many times the width."""
+    """Number of experts that every token passes through; they form one feed-forward of that many times the width."""
 
     shared_expert_intermediate_size: int | None = expert_switch(None, least=0)
     """Inner width of the shared experts together. None: num_shared_experts x moe_intermediate_size."""
@@ -328,8 +369,9 @@ class ExpertSwitches:
     """`dense` or `sparse` for each layer. None: all sparse if there are experts."""
 
     router_type: RouterType = expert_switch("top_k")
-    """`top_k`: tokens pick experts; `sparsemixer`: one after another (Phi-3.5-MoE, arXiv 2409.12136); `expert_choice`:
-    experts pick tokens of a row (arXiv 2202.09368; sees the future, so not for generation).
+    """`top_k`: each token picks its best experts; `sparsemixer`: it picks them one after another (Phi-3.5-MoE, arXiv
+    2409.12136); `expert_choice`: each expert picks tokens of a row, later ones included, so that the model cannot
+    generate (arXiv 2202.09368).
     """
 
     router_score: RouterScore = expert_switch("softmax")
@@ -351,7 +393,7 @@ class ExpertSwitches:
     """Groups of experts for group-limited routing (DeepSeek). None: no groups."""
 
     topk_group: int | None = expert_switch(None, above=0)
-    """Groups that a token's experts may come from."""
+    """Number of groups that a token's experts may come from, the best ones by `router_group_score`."""
 
     router_group_score: RouterGroupScore = expert_switch("max")
     """A group's score: its best expert's (DeepSeek-V2), or the sum of its best two (V3)."""
@@ -368,27 +410,30 @@ class ExpertSwitches:
     """Weight of the load-balancing loss in training (arXiv 2101.03961)."""
 
     router_aux_loss_scope: RouterLossScope = expert_switch("sequence", per_layer=False, inert=True)
-    """Over what the load is counted: each `sequence` by itself, so that the loss does not depend on how a batch is
-    split; the `batch` (Switch); or batch and all layers together, `model` (Mixtral).
+    """What the load is averaged over: each `sequence` by itself, so that the loss does not depend on how a batch is
+    split; the whole `batch` (Switch Transformers); or the batch and all layers together, `model` (Mixtral).
     """
 
     router_z_loss_coef: Number = expert_switch(0.0, per_layer=False, least=0, inert=True)
     """Weight of the router z-loss in training (arXiv 2202.08906)."""
 
     router_jitter_noise: Number = expert_switch(0.0, least=0)
-    """Relative noise on the router's input, in training. `sparsemixer`: half its relative distance, always."""
+    """Relative noise on the router's input, in training. `sparsemixer` adds no noise: it compares the experts within
+    twice this relative distance of the best, in inference as well.
+    """
 
     capacity_factor: Number | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
-    """An expert takes ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a forward
-    pass. What becomes of a token depends on others, so this is for training, not for cached decoding. None: all.
+    """An expert takes at most ceil(real tokens x num_experts_per_tok / num_experts x factor) tokens of each row of a
+    forward pass. Whether it takes a token depends on the row's other tokens, so this is for training and not for cached
+    decoding. None: no limit.
     """
 
     expert_capacity: int | None = expert_switch(None, above=0, asks=Feature.WHOLE_ROWS)
     """The most tokens of a row that an expert takes, however long the row is (Switch). None: see `capacity_factor`."""
 
     overflow: Overflow = expert_switch("drop")
-    """What becomes of a token whose expert is full: `drop` leaves it the residual alone, `next_best` sends it to the
-    best expert that has room.
+    """What happens to a token whose expert is full: `drop` skips the expert, so that the residual passes unchanged;
+    `next_best` sends the token to its best expert that has room.
     """
 
     experts_layout: ExpertsLayout = expert_switch("packed", inert=True)
@@ -397,6 +442,11 @@ class ExpertSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class NormSwitches:
+    """Norms: `norm` takes a class from `NORMS`, and `norm_placement` is looked up in `NORM_SLOTS` (`norms.py`).
+
+    `LlmArchModel` (`modeling_llmarch.py`) has the embedding's norm and the final one, `Block` (`block.py`) the first.
+    """
+
     norm_type: NormType = model_switch("rmsnorm")
     """Norm of the residual stream (LayerNorm: arXiv 1607.06450, RMSNorm: 1910.07467)."""
 
@@ -424,11 +474,17 @@ class NormSwitches:
     """A norm after the embedding (BLOOM)."""
 
     first_attention_norm: bool = model_switch(True, needs=equals("norm_placement", "pre", "sandwich"))
-    """The norm before the first layer's attention; ModernBERT has none, the embedding's norm being just before."""
+    """A norm before the first layer's attention. ModernBERT has none there, because its embedding norm precedes it."""
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class BlockSwitches:
+    """Blocks: `block` takes a class from `BLOCKS` (`block.py`).
+
+    `NormSlots` (`norms.py`) reads `residual_scale` and `hidden_dropout`, `MLP` (`feedforward.py`) reads `ffn_dropout`,
+    and `LlmArchModel` (`modeling_llmarch.py`) the dropouts at both ends.
+    """
+
     parallel_block: bool = switch(False)
     """Attention and feed-forward read the same input and are added together (GPT-J)."""
 
@@ -453,11 +509,18 @@ class BlockSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class EndSwitches:
+    """Both ends of a model: `token_embedding` (`embeddings.py`), and the heads, whose classes are in
+    `modeling_llmarch.py`.
+
+    `heads.py` has what they are made of: `HeadTransform`, `output_head` and `logits_transform` over the vocabulary;
+    `Pooler`, `POOLINGS` (by `classifier_pooling`) and `ClassifierTransform` for a task.
+    """
+
     embedding_scale: Number = model_switch(1.0)
-    """Factor on token embeddings, rounded to the weight's dtype as Gemma does (sqrt(hidden_size) there)."""
+    """Factor on token embeddings, which is first rounded to their dtype (Gemma, where it is sqrt(hidden_size))."""
 
     embedding_size: int | None = model_switch(None, above=0, asks=Feature.BEFORE_LAYERS)
-    """Width of a factorised embedding, brought to hidden_size by a projection (ALBERT). None: hidden_size."""
+    """Width of a factorised embedding, which is projected to hidden_size (ALBERT). None: hidden_size."""
 
     type_vocab_size: int = model_switch(0, least=0, asks=Feature.BEFORE_LAYERS)
     """Rows of a token-type (segment) embedding; 0: none."""
@@ -469,7 +532,7 @@ class EndSwitches:
     """Bias on the output head."""
 
     lm_head_transform: bool = model_switch(False, asks=Feature.HEAD_TRANSFORM, read_by=VOCABULARY)
-    """Dense, activation and norm before the output head (BERT)."""
+    """A dense layer, an activation and a norm before the output head (BERT)."""
 
     head_act: str | None = model_switch(None, needs=equals("lm_head_transform", True), read_by=VOCABULARY)
     """Activation of `lm_head_transform`. None: `hidden_act`."""
@@ -481,16 +544,16 @@ class EndSwitches:
     """Encoder: a dense layer with tanh on the first token (BERT)."""
 
     classifier_pooling: ClassifierPooling = model_switch("last", read_by=(CLASSIFIER,))
-    """What a sequence classifier reads: the last real token, the first, their mean, the pooler's output, or `eos`, the
-    text's last end token (BART).
+    """What a sequence classifier reads: the state of the `last` real token or of the `first` token, the `mean` over the
+    real tokens, the output of the `pooler`, or the state of the last `eos` token (BART).
     """
 
     classifier_dense: bool = model_switch(False, read_by=(CLASSIFIER,))
     """A dense layer with `classifier_act` before the classifier (RoBERTa)."""
 
     token_head_dense: bool = model_switch(False, needs=CLASSIFIER_DENSE, read_by=(TAGGER, ANSWERER))
-    """The dense layer of `classifier_dense`, with its activation and norm, also stands before the heads that read every
-    token (ModernBERT).
+    """Token classification and question answering have the dense layer of `classifier_dense`, with its activation and
+    norm, as well (ModernBERT).
     """
 
     classifier_act: str = model_switch("tanh", needs=CLASSIFIER_DENSE, read_by=(CLASSIFIER, TAGGER, ANSWERER))
@@ -508,7 +571,7 @@ class EndSwitches:
     classifier_input_dropout: bool = model_switch(False, needs=CLASSIFIER_DENSE, inert=True)
     """`classifier_dropout` also acts before the dense layer of `classifier_dense` (RoBERTa, BART)."""
 
-    logit_scale: Number = model_switch(1.0, asks=logit_scale_asks, read_by=VOCABULARY)
+    logit_scale: Number = model_switch(1.0, asks=_logit_scale_asks, read_by=VOCABULARY)
     """Factor on the logits (Command R)."""
 
     final_logit_softcapping: Number | None = model_switch(None, above=0, read_by=VOCABULARY)
@@ -517,6 +580,10 @@ class EndSwitches:
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class TrainingSwitches:
+    """Initialisation, caching and special tokens, most of which transformers reads; `token_embedding`
+    (`embeddings.py`) reads `pad_token_id`, and the classes of `modeling_llmarch.py` the rest.
+    """
+
     initializer_range: Number = model_switch(0.02, least=0)
     """Standard deviation of fresh weights."""
 
@@ -527,7 +594,7 @@ class TrainingSwitches:
     """Padding token."""
 
     bos_token_id: int | None = model_switch(None)
-    """First token."""
+    """Token that begins a text."""
 
     eos_token_id: int | list[int] | None = model_switch(None)
     """Token, or tokens, that end a text."""
@@ -564,16 +631,17 @@ class LlmArchConfig(
 
     Raises:
         ValueError: for an unknown keyword that is close to a field's name; for RoPE bases that disagree.
-        huggingface_hub.errors.StrictDataclassClassValidationError: for a combination that cannot be, naming the fields
-            (`CONSTRAINTS`, and what a field needs); its cause is the ValueError.
-        huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type or off the list.
+        huggingface_hub.errors.StrictDataclassClassValidationError: for values that do not go together, naming the
+            fields (`CONSTRAINTS`, and what a field needs); its cause is the ValueError.
+        huggingface_hub.errors.StrictDataclassFieldValidationError: for a value of the wrong type, or one that is not
+            among those that the field allows.
     """
 
     model_type = "llmarch"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "past_key_values"]
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_near_misses(self, kwargs)
+        _refuse_near_misses(self, kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = 1 if self.attention_type == "mqa" else self.num_attention_heads
         if self.head_dim is None:
@@ -585,11 +653,11 @@ class LlmArchConfig(
             # Under MLA transformers reads head_dim for the rotated width alone.
             self.head_dim = self.qk_rope_head_dim or self.hidden_size // max(self.num_attention_heads, 1)
         if self.intermediate_size is None:
-            self.intermediate_size = derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
+            self.intermediate_size = _derived_intermediate_size(self.hidden_size, self.ffn_type, self.ffn_multiple_of)
         if self.norm_bias is None:
             self.norm_bias = self.norm_type == "layernorm"
         if self.layer_types is None:
-            # Never None: caches, masks and serving engines read it, and a missing list makes every cache layer slide.
+            # Caches, masks and serving engines read it, and without it transformers makes every cache layer sliding.
             self.layer_types = [self._only_layer_type()] * self.num_hidden_layers
         if self.num_experts is not None and self.mlp_layer_types is None:
             self.mlp_layer_types = ["sparse"] * self.num_hidden_layers
@@ -635,13 +703,15 @@ class LlmArchConfig(
         """The encoder's own config: this one, as an encoder, with what `source_stack` says.
 
         Raises:
-            ValueError: where `source_stack` names what is no switch, or one that the two stacks have together.
+            ValueError: where `source_stack` names something that is not a switch, or a switch that both stacks share.
         """
         values = {f.name: getattr(self, f.name) for f in self.switches()}
         overrides = self.source_stack or {}
         for name in overrides:
             if name not in values or name in ENCODER:
-                raise ValueError(f"source_stack sets {name!r}, which an encoder does not have for itself.")
+                raise ValueError(
+                    f"source_stack sets {name!r}, which an encoder does not have for itself: leave it out there."
+                )
         values |= dict.fromkeys(followers(overrides))
         config = LlmArchConfig(**copy.deepcopy({**values, **ENCODER, **overrides}))
         config._attn_implementation_internal = self._attn_implementation_internal
@@ -672,7 +742,7 @@ class LlmArchConfig(
 
     @property
     def shared_width(self) -> int:
-        """Inner width of the feed-forward that every token passes beside its experts; 0: none."""
+        """Inner width of the shared experts together, which every token passes through; 0: there are none."""
         if self.shared_expert_intermediate_size is not None:
             return self.shared_expert_intermediate_size
         return self.num_shared_experts * (self.moe_intermediate_size or self.intermediate_size)
@@ -714,7 +784,7 @@ class LlmArchConfig(
 
     @property
     def rope_switch_lengths(self) -> set[int]:
-        """The lengths at which LongRoPE goes from its short to its long factors."""
+        """The sequence lengths beyond which LongRoPE uses its long factors in place of its short ones."""
         return {
             parameters["original_max_position_embeddings"]
             for parameters in self.rope_by_layer_type.values()
@@ -767,20 +837,24 @@ class LlmArchConfig(
         )
 
     def validate_rope(self) -> None:
-        """As transformers', which warns of most wrong values, after a check that refuses them."""
+        """As in transformers, which only warns of most wrong values; they are refused here first."""
         for layer in self.layer_configs():
-            refuse_rope(layer)
+            _refuse_rope(layer)
         super().validate_rope()
 
     def validate_switches(self) -> None:
-        """Refuse combinations that cannot be, and those of which a part would be ignored."""
-        refuse_model_wide_overrides(self)
+        """Refuse values that do not go together, and values that nothing would read.
+
+        Raises:
+            ValueError: naming the fields, their values, and what to do.
+        """
+        _refuse_model_wide_overrides(self)
         if self.topology == "encoder-decoder":
             self.source_config()  # refuses what its own combination does not allow
         for config in self.layer_configs():
-            refuse_out_of_range(config)
-            refuse_rope(config)
-            refuse_unused(config)
+            _refuse_out_of_range(config)
+            _refuse_rope(config)
+            _refuse_unused(config)
             for constraint in CONSTRAINTS:
                 if not constraint.holds(config):
                     values = ", ".join(f"{name}={getattr(config, name)!r}" for name in constraint.fields)
@@ -840,7 +914,7 @@ def _copy_nested(values: dict[str, Any]) -> dict[str, Any]:
     return {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
-def derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: int) -> int:
+def _derived_intermediate_size(hidden_size: int, ffn_type: FFNType, multiple_of: int) -> int:
     """4d for an MLP; 8/3 d for a GLU, whose third matrix makes that as many parameters (arXiv 2002.05202)."""
     if ffn_type == "mlp":
         return 4 * hidden_size
@@ -880,7 +954,7 @@ def _known_rope_types(c: LlmArchConfig) -> bool:
     return all(p["rope_type"] in get_args(RopeType) for p in c.rope_by_layer_type.values())
 
 
-MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
@@ -896,14 +970,14 @@ CONSTRAINTS: tuple[Constraint, ...] = (
             "gqa": 1 < c.num_key_value_heads < c.num_attention_heads,
             "mla": c.num_key_value_heads == c.num_attention_heads,
         }.get(c.attention_kind, True),
-        "the head counts say otherwise; leave attention_type out and it follows from them.",
+        "the head counts contradict attention_type; leave it out and it follows from them.",
     ),
     Constraint(
-        ("attention_type", *MLA_SIZES),
+        ("attention_type", *_MLA_SIZES),
         lambda c: (
-            all(getattr(c, name) is not None for name in MLA_SIZES)
+            all(getattr(c, name) is not None for name in _MLA_SIZES)
             if c.attention_kind == "mla"
-            else all(getattr(c, name) is None for name in MLA_SIZES)
+            else all(getattr(c, name) is None for name in _MLA_SIZES)
         ),
         "mla needs all of these sizes, the other types none of them.",
     ),
@@ -925,12 +999,12 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("sliding_window", "layer_types"),
         lambda c: ("sliding_attention" in c.layer_types) == (c.sliding_window is not None),
-        "a window needs sliding_attention layers and they need a window.",
+        "sliding_window and sliding_attention layers need each other: set both or neither.",
     ),
     Constraint(
         ("attention_chunk_size", "layer_types"),
         lambda c: ("chunked_attention" in c.layer_types) == (c.attention_chunk_size is not None),
-        "a chunk size needs chunked_attention layers and they need a chunk size.",
+        "attention_chunk_size and chunked_attention layers need each other: set both or neither.",
     ),
     Constraint(
         ("sliding_window", "attention_chunk_size"),
@@ -940,12 +1014,12 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("sliding_window",),
         lambda c: c.sliding_window is None or c.topology == "encoder" or c.sliding_window >= 2,
-        "transformers' cache keeps sliding_window - 1 keys of the past, and at least one.",
+        "transformers' cache keeps sliding_window - 1 past keys, and needs at least one: set 2 or more.",
     ),
     Constraint(
         ("attention_chunk_size",),
         lambda c: c.attention_chunk_size is None or c.attention_chunk_size >= 2,
-        "transformers' cache keeps attention_chunk_size - 1 keys of the past, and at least one.",
+        "transformers' cache keeps attention_chunk_size - 1 past keys, and needs at least one: set 2 or more.",
     ),
     Constraint(
         ("embedding_size", "tie_word_embeddings", "lm_head_transform"),
@@ -955,7 +1029,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("rope_parameters", "position_encoding"),
         lambda c: (c.position_encoding == "rope") == bool(c.rope_parameters),
-        "rope_parameters belong to position_encoding='rope'.",
+        "only position_encoding='rope' reads rope_parameters, and it needs them: set both or neither.",
     ),
     Constraint(
         ("rope_parameters", "layer_types"),
@@ -1002,14 +1076,15 @@ CONSTRAINTS: tuple[Constraint, ...] = (
             and cast(int, c.num_experts) % c.n_group == 0
             and c.topk_group * cast(int, c.num_experts) // c.n_group >= c.num_experts_per_tok
         ),
-        "groups divide the experts evenly; the topk_group kept of them must hold num_experts_per_tok experts.",
+        "set n_group and topk_group together; n_group must divide num_experts, and topk_group groups must hold at "
+        "least num_experts_per_tok experts.",
     ),
     Constraint(
         ("router_group_score", "num_experts", "n_group"),
         lambda c: (
             c.router_group_score == "max" or (c.n_group is not None and cast(int, c.num_experts) >= 2 * c.n_group)
         ),
-        "the sum of a group's best two needs n_group, and groups of two experts or more.",
+        "router_group_score='top2' adds up a group's best two experts: set n_group, so that each has two or more.",
     ),
     Constraint(
         ("router_bias_update_rate", "router_selection_bias"),
@@ -1040,17 +1115,17 @@ CONSTRAINTS: tuple[Constraint, ...] = (
                 and not c.router_bias
             )
         ),
-        "sparsemixer has a softmax of its own, no capacity and no bias.",
+        "sparsemixer has a softmax of its own, no capacity and no bias: leave these fields at their defaults.",
     ),
     Constraint(
         ("overflow", "capacity_factor", "expert_capacity"),
         lambda c: c.overflow == "drop" or c.capacity_factor is not None or c.expert_capacity is not None,
-        "nothing overflows without a capacity_factor or an expert_capacity.",
+        "experts are never full without a limit: set capacity_factor or expert_capacity, or leave overflow out.",
     ),
     Constraint(
         ("expert_capacity", "capacity_factor", "router_type"),
         lambda c: c.expert_capacity is None or (c.capacity_factor is None and c.router_type == "top_k"),
-        "a capacity is one number or a factor, not both; experts that pick take a factor.",
+        "set expert_capacity or capacity_factor, not both; expert_capacity needs router_type='top_k'.",
     ),
     Constraint(
         ("glu_limit", "glu_up_offset", "ffn_type"),
@@ -1070,37 +1145,41 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("swish_beta", "experts_layout", "num_experts"),
         lambda c: c.num_experts is None or c.experts_layout == "packed" or c.swish_beta != "learned",
-        "packed experts share one learned beta, which Linears of their own cannot.",
+        "all experts of a layer share one learned beta, which only experts_layout='packed' can do.",
     ),
     Constraint(
         ("num_experts", "mlp_layer_types"),
         lambda c: c.num_experts is None or "sparse" in (c.mlp_layer_types or ()),
-        "experts need a sparse layer.",
+        "experts need at least one 'sparse' layer in mlp_layer_types.",
     ),
     Constraint(
         ("router_type", "norm_topk_prob", "router_aux_loss_coef"),
         lambda c: c.router_type != "expert_choice" or (c.norm_topk_prob and not c.router_aux_loss_coef),
-        "where experts pick there is nothing to balance, and a token's weights are not renormalised.",
+        "expert choice balances the load by itself and does not renormalise a token's weights: leave norm_topk_prob "
+        "and router_aux_loss_coef at their defaults.",
     ),
     Constraint(
         ("router_type", "router_jitter_noise"),
         lambda c: c.router_type != "sparsemixer" or c.router_jitter_noise > 0,
-        "sparsemixer compares experts within twice this distance: at 0 each is alone, and the router learns nothing.",
+        "sparsemixer compares the experts within twice router_jitter_noise of the best: at 0 it compares none, and the "
+        "router learns nothing. Set it above 0.",
     ),
     Constraint(
         ("alibi_in_bf16", "topology"),
         lambda c: not c.alibi_in_bf16 or c.topology == "decoder",
-        "a bias by the key's place alone is a bias by distance only where no key comes after its query.",
+        "this bias depends on the key's index alone, which is a bias by distance under a causal mask only: it needs "
+        "topology='decoder'.",
     ),
     Constraint(
         ("alibi_scaled", "attention_scale_by_layer"),
         lambda c: not (c.alibi_scaled and c.attention_scale_by_layer),
-        "one bias serves all layers, so it cannot follow a scale that differs between them.",
+        "all layers share one ALiBi bias, so it cannot be multiplied by a scale that differs between them.",
     ),
     Constraint(
         ("relative_attention_max_distance", "relative_attention_num_buckets"),
         lambda c: c.relative_attention_max_distance > c.relative_attention_num_buckets // 2 >= 2,
-        "half of the buckets count single distances, and the others must reach beyond.",
+        "half of the buckets hold a single distance each, at least two of them, and the maximum must be greater than "
+        "those distances.",
     ),
     Constraint(
         ("positions_skip_padding", "pad_token_id", "position_encoding", "position_offset"),
@@ -1108,12 +1187,12 @@ CONSTRAINTS: tuple[Constraint, ...] = (
             not c.positions_skip_padding
             or (c.pad_token_id is not None and (c.position_encoding != "learned" or c.position_offset > 0))
         ),
-        "padding is told by pad_token_id, and has position -1, which a learned table needs a row for.",
+        "padding is found by pad_token_id, and has position -1, for which a learned table needs position_offset >= 1.",
     ),
     Constraint(
         ("layer_groups", "layer_types", "mlp_layer_types", "nope_layers", "first_attention_norm"),
         lambda c: c.layer_groups is None or _groups_are_uniform(c),
-        "the layers that share a block must be alike in everything.",
+        "layers that share a block must have the same type, feed-forward, position encoding, scale and norms.",
     ),
     Constraint(
         ("topology", "parallel_block"),
@@ -1128,7 +1207,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("layer_groups", "topology", "num_hidden_layers"),
         lambda c: c.layer_groups is None or (c.topology == "encoder" and c.num_hidden_layers % c.layer_groups == 0),
-        "shared blocks are an encoder's (they would share a cache), and must divide the layers evenly.",
+        "only an encoder's layers can share blocks (a decoder's would share a cache), and layer_groups must divide "
+        "num_hidden_layers.",
     ),
     Constraint(
         ("classifier_pooling", "pooler"),
@@ -1138,7 +1218,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     Constraint(
         ("classifier_pooling", "eos_token_id"),
         lambda c: c.classifier_pooling != "eos" or c.eos_token_id is not None,
-        "the classifier reads the state of a text's last end token: set eos_token_id.",
+        "the classifier reads the state of a text's last eos token: set eos_token_id.",
     ),
     Constraint(
         ("share_source_embeddings", "hidden_size", "source_stack"),
@@ -1167,8 +1247,12 @@ def followers(changed: Iterable[str]) -> set[str]:
     return {name for name, declared in SWITCHES.items() if names.intersection(declared.follows)}
 
 
-def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
-    """`per_layer_config` may vary what a layer has of its own; positions are prepared once a layer type."""
+def _refuse_model_wide_overrides(config: LlmArchConfig) -> None:
+    """Refuse `per_layer_config` where it varies what all layers, or all layers of one type, have in common.
+
+    Raises:
+        ValueError: naming the field, and where to set it instead.
+    """
     if not config.is_heterogeneous:
         return
     for name in sorted(config._heterogeneity_spec.per_layer_attributes):
@@ -1196,63 +1280,63 @@ def refuse_model_wide_overrides(config: LlmArchConfig) -> None:
             )
 
 
-def refuse_out_of_range(config: LlmArchConfig) -> None:
+def _refuse_out_of_range(config: LlmArchConfig) -> None:
     for name, declared in SWITCHES.items():
         declared.refuse(name, getattr(config, name))
 
 
-# The numbers among RoPE's parameters and their bounds, the lists of numbers, and what a type of RoPE cannot do without.
-POSITIVE = Switch(None, above=0)
-ROPE_NUMBERS: dict[str, Switch] = {
-    "rope_theta": POSITIVE,
+# The numbers among RoPE's parameters with their bounds, the lists of numbers, and what each `rope_type` requires.
+_POSITIVE = Switch(None, above=0)
+_ROPE_NUMBERS: dict[str, Switch] = {
+    "rope_theta": _POSITIVE,
     "partial_rotary_factor": Switch(None, above=0, most=1),
-    "factor": POSITIVE,
-    "attention_factor": POSITIVE,
-    "original_max_position_embeddings": POSITIVE,
-    "beta_fast": POSITIVE,
-    "beta_slow": POSITIVE,
-    "low_freq_factor": POSITIVE,
-    "high_freq_factor": POSITIVE,
+    "factor": _POSITIVE,
+    "attention_factor": _POSITIVE,
+    "original_max_position_embeddings": _POSITIVE,
+    "beta_fast": _POSITIVE,
+    "beta_slow": _POSITIVE,
+    "low_freq_factor": _POSITIVE,
+    "high_freq_factor": _POSITIVE,
     "mscale": Switch(None, least=0),
     "mscale_all_dim": Switch(None, least=0),
 }
-ROPE_LISTS = ("short_factor", "long_factor")
-ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+_ROPE_LISTS = ("short_factor", "long_factor")
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "ntk": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ROPE_LISTS,
+    "longrope": _ROPE_LISTS,
 }
 
 
-def refuse_rope(config: LlmArchConfig) -> None:
+def _refuse_rope(config: LlmArchConfig) -> None:
     """
     Raises:
         ValueError: naming a parameter of RoPE that is missing, is no number, or is outside its bounds.
     """
     for parameters in config.rope_by_layer_type.values():
         kind = str(parameters.get("rope_type"))
-        for name in ROPE_NEEDS.get(kind, ()):
+        for name in _ROPE_NEEDS.get(kind, ()):
             if parameters.get(name) is None:
                 raise ValueError(f"rope_parameters[{name!r}] is missing: rope_type={kind!r} needs it.")
-        for name, bounds in ROPE_NUMBERS.items():
+        for name, bounds in _ROPE_NUMBERS.items():
             if parameters.get(name) is not None:
-                refuse_rope_number(name, parameters[name], bounds)
+                _refuse_rope_number(name, parameters[name], bounds)
         if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
             raise ValueError("rope_parameters['high_freq_factor'] must be greater than its 'low_freq_factor'.")
-        for name in ROPE_LISTS if kind == "longrope" else ():
-            refuse_rope_list(config, name, parameters)
+        for name in _ROPE_LISTS if kind == "longrope" else ():
+            _refuse_rope_list(config, name, parameters)
 
 
-def refuse_rope_number(name: str, value: Any, bounds: Switch) -> None:
+def _refuse_rope_number(name: str, value: Any, bounds: Switch) -> None:
     if isinstance(value, bool) or not isinstance(value, Number):
         raise ValueError(f"rope_parameters[{name!r}]={value!r} must be a number.")
     bounds.refuse(f"rope_parameters[{name!r}]", value)
 
 
-def refuse_rope_list(config: LlmArchConfig, name: str, parameters: dict[str, Any]) -> None:
+def _refuse_rope_list(config: LlmArchConfig, name: str, parameters: dict[str, Any]) -> None:
     numbers = parameters[name]
     pairs = int((config.rotary_head_dim or 0) * (parameters.get("partial_rotary_factor") or 1.0)) // 2
     if not isinstance(numbers, list) or len(numbers) != pairs:
@@ -1261,22 +1345,27 @@ def refuse_rope_list(config: LlmArchConfig, name: str, parameters: dict[str, Any
             "that are rotated."
         )
     for number in numbers:
-        refuse_rope_number(name, number, POSITIVE)
+        _refuse_rope_number(name, number, _POSITIVE)
 
 
-def refuse_unused(config: LlmArchConfig) -> None:
+def _refuse_unused(config: LlmArchConfig) -> None:
     for name, declared in SWITCHES.items():
         value = getattr(config, name)
         if declared.needs is not None and value != declared.default and not declared.needs.holds(config):
             raise ValueError(f"{name}={value!r} has no effect without {declared.needs.text}.")
 
 
-def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
+def _refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
     """Refuse keywords that look like a misspelt switch; warn about others, which newer versions may know."""
     names = {f.name for f in fields(config)} | set(ROPE_SPELLINGS)
     generation = GenerationConfig._get_default_generation_params()
     for name in unknown:
-        if name in generation or name in HOST_KEYWORDS or name.startswith("_") or hasattr(PreTrainedConfig, name):
+        if (
+            name in generation
+            or name in _TRANSFORMERS_KEYWORDS
+            or name.startswith("_")
+            or hasattr(PreTrainedConfig, name)
+        ):
             continue
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
         if close:
@@ -1285,7 +1374,7 @@ def refuse_near_misses(config: LlmArchConfig, unknown: dict[str, Any]) -> None:
 
 
 # Keywords that transformers and its tools put beside a config's fields, or into a saved config.json.
-HOST_KEYWORDS = {
+_TRANSFORMERS_KEYWORDS = {
     *ROPE_SPELLINGS,
     *("attn_implementation", "auto_map", "experts_implementation", "finetuning_task", "is_decoder", "name_or_path"),
     "output_router_logits",
