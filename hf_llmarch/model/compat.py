@@ -1,6 +1,6 @@
 """What differs between the supported releases of transformers and of PEFT."""
 
-# First, before any name that another release of transformers may lack.
+# This import comes first, because it refuses releases of transformers that lack names imported below.
 from .host import FOUND, installed, release  # isort: skip
 
 import inspect
@@ -62,7 +62,10 @@ EXPERTS = ALL_EXPERTS_FUNCTIONS
 
 
 def packed_overlay(position_ids: torch.Tensor | None) -> Callable[..., Any] | None:
-    """A mask function that keeps documents apart which `position_ids` restart within a row; None where none do."""
+    """A mask function that keeps documents of a row apart; None where there is one a row.
+
+    A document begins where `position_ids (batch, length)` restart.
+    """
     documents = None if position_ids is None else find_packed_sequence_indices(position_ids)
     return None if documents is None else packed_sequence_mask_function(documents)
 

@@ -122,7 +122,7 @@ class NormSlots(nn.Module):
 
 
 class PreNorm(NormSlots):
-    """Nothing stands behind the branch, as in most decoders: they are spared the calls."""
+    """A branch whose output is added as it is, as in most decoders, so that `join` is a plain addition."""
 
     join = staticmethod(torch.add)  # type: ignore[assignment]
 
