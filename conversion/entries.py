@@ -24,7 +24,7 @@ class Entry(Protocol):
 
 
 class Field:
-    """A value that keeps its meaning and changes its name; several names of ours where one of theirs rules them all."""
+    """A value that keeps its meaning under another name. One field of theirs may set several fields of ours."""
 
     def __init__(self, theirs: str, *ours: str) -> None:
         self.name, self.ours = theirs, ours or (theirs,)
@@ -38,7 +38,7 @@ class Field:
 
 
 class Const:
-    """What the family always does, and never says."""
+    """A value that all models of the family have, and that their config.json does not state."""
 
     theirs: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class Const:
 
 @dataclass(frozen=True)
 class Derived:
-    """For the few fields that need arithmetic or depend on each other."""
+    """Fields whose values are computed, or depend on each other, by a function for each direction."""
 
     theirs: tuple[str, ...]
     to_ours: Callable[[Any], Values]

@@ -1,4 +1,4 @@
-"""Operations that only move numbers: each is its own inverse's other half, so bytes survive a round trip.
+"""Operations that only move numbers. Each has an exact inverse, so that bytes survive a round trip.
 
 Legend: `H` query heads, `K` key/value heads, `D` channels of a head, `…` the rest of a weight or nothing of a bias.
 """
@@ -18,7 +18,7 @@ Sizes = Callable[[Any], Sequence[int]]
 
 
 def chain(*ops: Op) -> Op:
-    """Apply operations one after the other; back in the opposite order."""
+    """Apply operations one after the other, and their inverses in the opposite order."""
 
     def to_ours(tensors: Sequence[Tensor], config: Any) -> Sequence[Tensor]:
         for op in ops:
@@ -82,7 +82,7 @@ stack = Op(
 
 
 def flip(op: Op) -> Op:
-    """The same, with the sides exchanged."""
+    """The inverse of an operation: what it does towards their tensors, it now does towards ours."""
     return Op(f"{op.name}, back", op.to_theirs, op.to_ours)
 
 

@@ -52,7 +52,7 @@ def native_config(family: Family, foreign: Mapping[str, Any]) -> PreTrainedConfi
         raise ConversionError(f"transformers cannot read this config.json as {family.name!r}: {error}") from error
 
 
-# Which classes a task head tells apart, and how; transformers' own fields, on both sides.
+# transformers' own fields for the classes of a task head and its kind of problem, which both sides have alike.
 LABELS = ("id2label", "label2id", "problem_type")
 
 

@@ -40,7 +40,7 @@ class Rule:
     Names are templates: `{i}` counts layers, `{s}` those of an encoder-decoder's encoder, `{e}` experts, `{h}` query
     heads, `{k}` key/value heads. A variable on both sides makes one step for each of its values; a variable on one side
     only gathers its values into one step (experts that are packed into one tensor).
-    `when` tells apart rules that make the same tensor of ours in different variants of a family.
+    `when` says for which of our configs the rule applies, where variants of a family make a tensor of ours differently.
     """
 
     theirs: tuple[str, ...]

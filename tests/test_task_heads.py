@@ -323,7 +323,7 @@ def test_what_a_classifier_of_ends_refuses() -> None:
         model(inputs_embeds=torch.randn(2, 5, 48), decoder_input_ids=ids)
     with pytest.raises(ValueError, match="as many decoder_input_ids"):
         model(ids, decoder_input_ids=ids[:, :4])
-    with pytest.raises(ValueError, match="cannot tell its decoder's tokens"):
+    with pytest.raises(ValueError, match="needs decoder_input_ids as well"):
         model(inputs_embeds=torch.randn(2, 5, 48))
     with pytest.raises(ValueError, match="LlmArchForTokenClassification is for topology decoder or encoder"):
         head(LlmArchForTokenClassification, **BOTH)

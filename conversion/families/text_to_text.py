@@ -99,7 +99,7 @@ T5_WEIGHTS: list[Rule] = [
     *each_stack(_t5_stack),
 ]
 T5_CLASSES = (SEQ2SEQ_LM, MODEL, SEQUENCE, TOKEN, ANSWER)
-# By the name that the first releases had for one, and as classes of T5, from which mT5's and umT5's differ in nothing.
+# mT5 and umT5 checkpoints may name T5's classes, which compute the same, and old ones the first name of the LM class.
 T5_ALSO = {theirs: ours for ours, theirs in named("T5", *T5_CLASSES).items()}
 T5_ALSO |= {"T5EncoderModel": MODEL, "T5WithLMHeadModel": SEQ2SEQ_LM}
 # Their classifiers have a base model in them, under this name.
@@ -125,7 +125,7 @@ T5_COPIES = {
     f"{base}shared.weight": tuple(f"{base}{side}.embed_tokens.weight" for side in ("encoder", "decoder"))
     for base in ("", _BASE)
 }
-# Once, but for one of them.
+# The shared embedding is on disk under a name of its own, or only under that of the encoder's embedding.
 T5_SPELLINGS: tuple[dict[str, str], ...] = ({}, {"shared.": "encoder.embed_tokens."})
 
 _BIAS = "layer.0.SelfAttention.relative_attention_bias"

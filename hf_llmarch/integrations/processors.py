@@ -60,13 +60,14 @@ WEIGHT_FIRST = {torch.bfloat16} if AMX else set()
 FEW_ROWS = 8
 # Elements of a weight up to which preparing oneDNN's call takes longer than the product.
 SMALL = 2**16
-# Experts in one batched product: enough to make it worthwhile, and few, so that a busy one lengthens it for few.
+# Experts in one batched product: enough to make it worthwhile, and few enough that one with many tokens, to whose
+# length the others are padded, does not cost much.
 EXPERTS_AT_ONCE = 16
 
 # Types of weights that have no functions of their own, which quantised and sharded weights bring.
 _OWN_TYPES = (nn.Parameter, torch.Tensor)
-# Each is true while somebody would miss `F.linear`: gradients, autocast, tracers, modes (which count FLOPs or make fake
-# tensors), and the transforms of `torch.func`.
+# Each is true while something relies on the call of `F.linear`: gradients, autocast, tracers, modes (which count FLOPs
+# or make fake tensors), and the transforms of `torch.func`.
 _WATCHERS: tuple[Callable[[], Any], ...] = (
     torch.is_grad_enabled,
     partial(torch.is_autocast_enabled, "cpu"),

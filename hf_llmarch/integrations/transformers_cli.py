@@ -1,6 +1,6 @@
 """`python -m hf_llmarch.integrations.transformers_cli serve FOLDER`: the commands of `transformers`, with our models.
 
-The host's own `transformers serve` looks for no plug-ins, and asks its own module for a model's class.
+`transformers serve` itself loads no plug-ins, and looks a model's class up in the module `transformers`.
 """
 
 import transformers

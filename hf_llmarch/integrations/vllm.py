@@ -5,7 +5,7 @@ The entry point `vllm.general_plugins` in pyproject.toml has vLLM call `register
 
 from hf_llmarch.model.modeling_llmarch import LlmArchForCausalLM
 
-# vLLM's own class, which runs a model of transformers with vLLM's attention and cache in place of the host's.
+# vLLM's own class, which runs a transformers model with vLLM's attention and cache in place of transformers' own.
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"
 
 

@@ -22,7 +22,7 @@ from .norms import norm
 from .positions import POSITIONS, attention_scale, no_rotation
 
 
-def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     """`(B, G, S, D)` -> `(B, G * groups, S, D)`, each head `groups` times in a row."""
     if groups == 1:
         return x
@@ -30,9 +30,12 @@ def repeat_heads(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x[:, :, None].expand(batch, heads, groups, length, width).reshape(batch, heads * groups, length, width)
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores; one of booleans says where to look. The least number of a narrower dtype would
-    not hide the largest scores."""
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers that are added to the scores; a boolean mask is True where a query may look.
+
+    A mask of a narrower dtype is cast, and its least number, which would not hide the largest scores, becomes the least
+    number of `dtype`.
+    """
     if mask.dtype == dtype:
         return mask
     if mask.dtype != torch.bool:
@@ -56,11 +59,21 @@ def eager_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in plain operations, with transformers' signature. It honours every feature; its softmax is in fp32.
 
+    Args:
+        query: `(B, H, T, D)`.
+        key: `(B, G, S, D)`.
+        value: `(B, G, S, V)`, where the width V may differ from D.
+        attention_mask: `(B or 1, 1, T, S)`, added to the scores, or True where a query may look.
+        scaling: the factor on q.k.
+        softcap: the bound on the scores, applied before the bias and the mask. None: there is none.
+        position_bias: `(B or 1, H, T, S)`, added to the scores.
+        s_aux: `(H,)`, the attention sinks.
+
     Returns:
         The output `(B, T, H, D)` and the weights `(B, H, T, S)`.
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_heads(key, groups), repeat_heads(value, groups)
+    key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     if score_dtype is not None:
         query, key = query.to(score_dtype), key.to(score_dtype)
     scores = torch.matmul(query, key.mT) * scaling  # (B, H, T, S)
@@ -69,7 +82,7 @@ def eager_attention(
     if position_bias is not None:
         scores = scores + position_bias
     if attention_mask is not None:
-        scores = scores + additive(attention_mask, scores.dtype)
+        scores = scores + _additive(attention_mask, scores.dtype)
     if s_aux is not None:
         sink = s_aux.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sink), dim=-1)
@@ -103,7 +116,7 @@ class ScoredAttention(nn.Module):
         self.softcap = layer.attn_logit_softcapping
         self.score_dtype = {"score_dtype": torch.float32} if layer.scores_in_fp32 else {}
         slides = layer.layer_types[layer_idx] == "sliding_attention"
-        # Read by flash alone, which counts a window of either side with the query itself.
+        # Only flash attention reads this; its window of an encoder counts the query itself.
         self.sliding_window = layer.sliding_window + (not self.is_causal) if slides and layer.sliding_window else None
         self.sinks = nn.Parameter(torch.empty(layer.num_attention_heads)) if layer.attention_sinks else None
         has_position = layer_idx not in (layer.nope_layers or ())
@@ -114,10 +127,10 @@ class ScoredAttention(nn.Module):
             init.normal_(self.sinks, mean=0.0, std=std)
 
     def options(self, position_bias: torch.Tensor | None = None) -> dict[str, Any]:
-        """What every implementation is told beside the tensors, the scale and the sinks.
+        """The keyword arguments of every implementation, beside the tensors, the scale and the sinks.
 
-        Each `forward` calls the implementation itself, by transformers' names, as vLLM finds attention by reading the
-        source text of `forward`.
+        Each `forward` calls the implementation itself under transformers' variable names, because vLLM finds attention
+        by reading the source text of `forward`.
 
         Args:
             position_bias: `(1 or B, H, T, S)`, added to the scores. Where it is None it is left out, so that
@@ -133,7 +146,7 @@ class ScoredAttention(nn.Module):
 
 
 def plan_by_heads(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
-    """All projections are cut by heads; a norm with one weight for all heads is shared by the devices."""
+    """Every projection is split by heads; every device holds a norm that has one weight for all heads."""
     plan = {**{f"{name}_proj": "colwise" for name in "qkv"}, "o_proj": "rowwise"}
     norms = any(layer.qk_norm == "head" for layer in layers)
     return plan | ({"q_norm": SHARED, "k_norm": SHARED} if norms else {})
@@ -167,7 +180,7 @@ class Attention(ScoredAttention):
 
     @staticmethod
     def read_width(config: LlmArchConfig) -> int:
-        """Width of what keys and values are made from."""
+        """Width of the states that keys and values are projected from."""
         return config.hidden_size
 
     def heads(
@@ -196,6 +209,15 @@ class Attention(ScoredAttention):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[ScoreInputs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention output `(B, T, C)`, and the weights `(B, H, T, S)` where the implementation returns them.
+
+        Args:
+            hidden_states: `(B, T, C)`.
+            rotation: what `Positions.rotation` turns queries and keys by; None without RoPE.
+            position_bias: `(1, H, T, S)`, added to the scores.
+            cache: the keys and values so far, which this call extends; also accepted as `past_key_values`.
+            attention_mask, kwargs: see `AttentionInputs`.
+        """
         cache = past_key_values if cache is None else cache
         if isinstance(cache, EncoderDecoderCache):
             cache = cache.self_attention_cache
@@ -212,8 +234,8 @@ class Attention(ScoredAttention):
 
 
 class CrossAttention(Attention):
-    """A decoder's queries against the encoder's states, which carry their own positions; keys and values are computed
-    once a text."""
+    """Cross-attention of a decoder to its encoder's states, which carry positions already. Keys and values are computed
+    once for each text."""
 
     facts = Facts(tensor_plan=plan_by_heads)
 

@@ -16,7 +16,7 @@ from .norms import NORMS
 from .positions import POSITIONS
 from .routing import ROUTERS
 
-# Done by the modules around an attention implementation, whichever that is, or by masks that all of them take.
+# What no attention implementation has to do itself: the modules around it do it, or a mask that all of them accept.
 AROUND = frozenset(
     {
         *(Feature.WINDOWS, Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.TWO_WIDTHS, Feature.WHOLE_ROWS),
@@ -25,12 +25,12 @@ AROUND = frozenset(
     }
 )
 # Transformers' paged cache holds several texts in one row, and keys and values of one width.
-PAGED = AROUND - {Feature.TWO_STACKS, Feature.TWO_WIDTHS, Feature.WHOLE_ROWS}
+_PAGED = AROUND - {Feature.TWO_STACKS, Feature.TWO_WIDTHS, Feature.WHOLE_ROWS}
 # vLLM and SGLang hold several texts in one row, run decoders alone, have heads of their own, and bound logits before
 # they scale them.
-SERVED = AROUND - {Feature.TWO_STACKS, Feature.WHOLE_ROWS, Feature.HEAD_TRANSFORM, Feature.SCALE_BEFORE_CAP}
+_SERVED = AROUND - {Feature.TWO_STACKS, Feature.WHOLE_ROWS, Feature.HEAD_TRANSFORM, Feature.SCALE_BEFORE_CAP}
 
-# What each implementation honours. It would drop anything else without a word; sdpa alone raises on a soft-cap.
+# What each implementation honours. It would silently ignore anything else, except that sdpa raises on a soft-cap.
 HONOURS: dict[str, frozenset[Feature]] = {
     "eager": frozenset(Feature),
     "sdpa": AROUND | {Feature.SCORE_BIAS, Feature.CHUNKS},
@@ -38,19 +38,19 @@ HONOURS: dict[str, frozenset[Feature]] = {
     "flash_attention_2": AROUND | {Feature.SOFT_CAP},
     "flash_attention_3": AROUND | {Feature.SOFT_CAP, Feature.SINKS},
     "flash_attention_4": AROUND | {Feature.SOFT_CAP, Feature.SINKS},
-    "paged|flash_attention_2": PAGED | {Feature.SOFT_CAP},
-    "paged|flash_attention_3": PAGED | {Feature.SOFT_CAP, Feature.SINKS},
-    "vllm": SERVED | {Feature.SOFT_CAP, Feature.SINKS},
+    "paged|flash_attention_2": _PAGED | {Feature.SOFT_CAP},
+    "paged|flash_attention_3": _PAGED | {Feature.SOFT_CAP, Feature.SINKS},
+    "vllm": _SERVED | {Feature.SOFT_CAP, Feature.SINKS},
 }
 # What implementations without a row honour, by the beginning of their names. All that is known of the others, for
 # example kernels of the Hub, is that they compute softmax(q.k) v under a mask.
-OTHERS: dict[str, frozenset[Feature]] = {"paged|": PAGED, "vllm": SERVED, "sglang": SERVED, "": AROUND}
+_OTHERS: dict[str, frozenset[Feature]] = {"paged|": _PAGED, "vllm": _SERVED, "sglang": _SERVED, "": AROUND}
 
 
-def honoured(implementation: str) -> frozenset[Feature]:
+def _honoured(implementation: str) -> frozenset[Feature]:
     """The features that an attention implementation honours."""
     row = HONOURS.get(implementation)
-    return row if row is not None else next(OTHERS[name] for name in OTHERS if implementation.startswith(name))
+    return row if row is not None else next(_OTHERS[name] for name in _OTHERS if implementation.startswith(name))
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,23 @@ def demands(config: LlmArchConfig) -> tuple[Demand, ...]:
     """What the switches and the parts of any layer ask for, each field and feature once."""
     found: dict[tuple[str, Feature], Demand] = {}
     for layer in config.layer_configs():
-        for demand in (*switch_demands(layer), *part_demands(layer)):
+        for demand in (*_switch_demands(layer), *_part_demands(layer)):
             found.setdefault((demand.field, demand.feature), demand)
     return tuple(found.values())
 
 
-ASKING = {name: declared for name, declared in SWITCHES.items() if declared.asks is not None}
+_ASKING = {name: declared for name, declared in SWITCHES.items() if declared.asks is not None}
 
 
-def switch_demands(layer: LlmArchConfig) -> Iterator[Demand]:
-    for name, declared in ASKING.items():
+def _switch_demands(layer: LlmArchConfig) -> Iterator[Demand]:
+    for name, declared in _ASKING.items():
         value = getattr(layer, name)
         feature = declared.asked(layer, value)
         if feature is not None:
             yield Demand(name, value, feature, f"It needs {feature.value}.")
 
 
-def part_demands(layer: LlmArchConfig) -> Iterator[Demand]:
+def _part_demands(layer: LlmArchConfig) -> Iterator[Demand]:
     for name, part in parts(layer).items():
         for feature in facts(part).asks:
             yield Demand(name, getattr(layer, name), feature, f"{part.__name__} needs {feature.value}.")
@@ -105,13 +105,13 @@ def parts(layer: LlmArchConfig) -> dict[str, type]:
 
 def honours(implementation: str | None, features: Iterable[Feature]) -> bool:
     """Whether an attention implementation, if one is chosen yet, honours all of these features."""
-    return implementation is None or honoured(implementation).issuperset(features)
+    return implementation is None or _honoured(implementation).issuperset(features)
 
 
 def known(implementation: str) -> bool:
     """Whether there is or may be an attention implementation of that name: a kernel of the Hub is yet to be loaded."""
     listed = implementation in HONOURS or implementation in ALL_ATTENTION_FUNCTIONS
-    return listed or "/" in implementation or any(map(implementation.startswith, filter(None, OTHERS)))
+    return listed or "/" in implementation or any(map(implementation.startswith, filter(None, _OTHERS)))
 
 
 def refuse_backend(config: LlmArchConfig, implementation: str | None) -> None:

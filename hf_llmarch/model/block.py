@@ -28,7 +28,7 @@ ATTENTIONS: dict[AttentionType, type[nn.Module]] = {
 
 
 def feed_forward(config: LlmArchConfig, layer_idx: int) -> nn.Module:
-    """The feed-forward of a layer, dense or of experts."""
+    """The feed-forward of a layer: dense, or a mixture of experts."""
     layer = config.layer(layer_idx)
     if layer.mlp_layer_types is not None and layer.mlp_layer_types[layer_idx] == "sparse":
         return SPARSE_FEED_FORWARDS[ROUTERS[layer.router_type].pickers](config, layer)
@@ -55,8 +55,8 @@ class Block(GradientCheckpointingLayer):
         """The slots that hold a norm around attention and around the feed-forward."""
         return NORM_SLOTS[layer.norm_placement], NORM_SLOTS[layer.norm_placement]
 
-    # `x` and `position_bias` are passed by position, and in a `CrossBlock` the encoder's states: reentrant gradient
-    # checkpoints carry gradients to nothing else.
+    # `x`, `position_bias`, and in a `CrossBlock` the encoder's states are passed by position, because reentrant
+    # gradient checkpoints carry gradients through positional arguments only.
     def forward(
         self,
         x: torch.Tensor,
@@ -148,6 +148,7 @@ BLOCKS: dict[tuple[bool, int, bool], type[Block]] = {
 
 
 def block(config: LlmArchConfig, layer_idx: int) -> Block:
+    """The block of a layer, as the config of that layer says."""
     layer = config.layer(layer_idx)
     kind = (layer.parallel_block, layer.parallel_norms, config.topology == "encoder-decoder")
     return BLOCKS[kind](config, layer_idx)

@@ -1,6 +1,6 @@
 """What differs between the supported releases of transformers and of PEFT."""
 
-# First, before any name that another release of transformers may lack.
+# This import comes first, because it refuses releases of transformers that lack names imported below.
 from .host import FOUND, installed, release  # isort: skip
 
 import inspect

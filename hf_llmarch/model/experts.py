@@ -65,10 +65,10 @@ class PackedExperts(nn.Module):
         return implementation(self, hidden_states, top_k_index, top_k_weights.to(hidden_states.dtype))
 
     def instead_of_grouping(self, x: torch.Tensor, indices: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        """What runs in place of transformers' default, the grouped product, where that cannot run or is not fastest.
+        """The function to run in place of transformers' default, the grouped product; None: the default is best.
 
-        Its kernel wants rows whose bytes are a multiple of 16. Compiled, in other dtypes than bf16, it is a loop that
-        takes any.
+        The kernel of the grouped product needs rows whose bytes are a multiple of 16. In compiled code it is used for
+        bf16 only; in other dtypes a loop that takes rows of any size replaces it.
         """
         compiling = torch.compiler.is_compiling()
         if x.device.type == "cpu" and not (compiling or torch.is_grad_enabled()):
@@ -77,7 +77,7 @@ class PackedExperts(nn.Module):
                 return faster
         aligned = not any(width * x.element_size() % 16 for width in (self.hidden_dim, self.intermediate_dim))
         if compiling:
-            # Not `segments`: its loop asks for the sizes of segments, which a compiler does not know.
+            # `segments` cannot be compiled, because its loop depends on the sizes of the segments.
             return None if aligned or x.dtype != torch.bfloat16 else EXPERTS["batched_mm"]
         return None if aligned else PackedExperts.segments
 
@@ -151,7 +151,7 @@ def tokens_by_expert(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """The picks `(N, K)` by expert: for each of them the indices `(n,)` of its tokens and their weights `(n, 1)`.
 
-    The index `experts` stands for no expert here: expert parallelism gives it to picks of other processes' experts.
+    The index `experts` marks a pick that is not computed here: expert parallelism gives it to other processes' experts.
     """
     flat = indices.flatten()
     order = flat.argsort(stable=True)
@@ -176,7 +176,7 @@ def _by_segments(
         x: `(N, C)`.
         indices: `(N, K)`, the experts of each token.
         weights: `(N, K)`.
-        every: run experts that have no token, on none.
+        every: also run the experts that have no tokens, on an empty batch.
     """
     tokens, shares = tokens_by_expert(indices, weights, experts)
     # With gradients, all tokens are gathered at once, for one backward. Without, each expert's are gathered right
@@ -215,7 +215,7 @@ EXPERT_LAYOUTS: dict[ExpertsLayout, type[nn.Module]] = {"packed": PackedExperts,
 
 
 class SparseFeedForward(nn.Module):
-    """A router and its experts, and the shared experts that every token passes besides."""
+    """A router and its experts, and the shared experts that every token passes through as well."""
 
     def __init__(self, config: LlmArchConfig, layer: LlmArchConfig):
         super().__init__()

@@ -65,7 +65,7 @@ class MLP(nn.Module):
 
     Args:
         width: of the inner activations. None: `intermediate_size`.
-        drops: whether they have the config's dropout, which those of experts have not.
+        drops: whether `ffn_dropout` acts on the inner activations, which it does not in experts.
     """
 
     def __init__(self, config: LlmArchConfig, width: int | None = None, drops: bool = True):
@@ -78,7 +78,7 @@ class MLP(nn.Module):
         self.inner_dropout = dropout(config.ffn_dropout) if drops else None
 
     def forward(self, x: torch.Tensor, real_tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """`(B, T, C)` -> `(B, T, C)`; `real_tokens` is for the feed-forwards of experts."""
+        """`(B, T, C)` -> `(B, T, C)`; only mixtures of experts read `real_tokens`."""
         inner = self.act_fn(self.up_proj(x))
         return self.down_proj(inner if self.inner_dropout is None else self.inner_dropout(inner))
 

@@ -8,7 +8,7 @@ from transformers.generation import GenerationMixin
 
 from .linear import Linear
 
-# Preparing weights takes about as long as two decoding steps: worth it for a text that gets this far.
+# The number of generated tokens after which weights are prepared, which takes about as long as two decoding steps.
 STEPS_UNPREPARED = 8
 
 

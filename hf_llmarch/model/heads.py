@@ -1,4 +1,4 @@
-"""What stands between the last hidden states and the numbers of a task.
+"""The parts of heads, which turn the last hidden states into logits.
 
 Shapes: `B` batch, `T` tokens, `C` width.
 """

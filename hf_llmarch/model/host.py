@@ -1,6 +1,6 @@
 """The libraries that this code runs on; any release other than it was made for is refused, in one sentence.
 
-This file travels with a pushed model. It is imported before any other name of the host, which may lack it.
+This file travels with a pushed model. It is imported before any name of transformers that another release may lack.
 """
 
 import re

@@ -19,8 +19,8 @@ from .linear import Linear
 from .norms import norm
 
 
-def latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
-    """Queries, expanded keys and expanded values are cut by heads; every device makes, and caches, the whole latent.
+def _latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str, str]:
+    """Queries, expanded keys and expanded values are split by heads; every device computes and caches the whole latent.
 
     Transformers' style for the latent reads the width of the rotated part from the one config of the whole model, so
     the attention stays whole where layers, or the two stacks, differ in that width.
@@ -33,10 +33,10 @@ def latent_plan(config: LlmArchConfig, layers: list[LlmArchConfig]) -> dict[str,
     return {**plan, "kv_a_proj_with_mqa": "mla_kv_a_proj"}
 
 
-def local_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """A projection's weight as a plain matrix `(rows, columns)`, or this device's rows of one that is cut by rows.
+def _local_weight(weight: torch.Tensor) -> torch.Tensor | None:
+    """A projection's weight as a plain matrix `(rows, columns)`, or this device's rows of one that is split by rows.
 
-    It is for inference: on a weight that is cut, a gradient would reach the rows of one device only.
+    It is for inference: of a weight that is split, only the rows of one device would get a gradient.
 
     Returns:
         None where the weight is not such a matrix, for example where it is quantised.
@@ -53,7 +53,7 @@ class LatentAttention(ScoredAttention):
     (section 2.1.2), so keys and values are never expanded. Prefill and training expand them, to the same numbers.
     """
 
-    facts = Facts(asks=(Feature.TWO_WIDTHS,), tensor_plan=latent_plan)
+    facts = Facts(asks=(Feature.TWO_WIDTHS,), tensor_plan=_latent_plan)
 
     def __init__(self, config: LlmArchConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -100,7 +100,7 @@ class LatentAttention(ScoredAttention):
         q = self.queries(hidden_states).view(*lead, -1, self.nope + self.rope).transpose(1, 2)  # (B, H, T, N + R)
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split((self.rank, self.rope), dim=-1)
-        # One head each, so that every cache layer of transformers takes them for keys and values.
+        # With a head axis of size 1, every cache layer of transformers can hold them as keys and values.
         latent, k_rope = self.kv_a_layernorm(latent)[:, None], k_rope[:, None]  # (B, 1, T, r), (B, 1, T, R)
         q_rope, k_rope = self.rotate(q_rope, k_rope, rotation)
 
@@ -147,14 +147,15 @@ class LatentAttention(ScoredAttention):
     def absorbs(self, queries: int, keys: int, mask: Any) -> bool:
         """Whether absorbing costs fewer multiplications a head, and can be done here.
 
-        The projection must be a plain one: a quantised, adapted or offloaded weight is not the matrix to fold.
+        The projection must be a plain one: the weight of a quantised, adapted or offloaded layer is not the matrix that
+        the layer multiplies by.
         """
         if self.training or not self.cache_is_latent or self.sinks is not None:
             return False
         up_proj = self.kv_b_proj
         if (
             type(up_proj) not in (Linear, nn.Linear)
-            or local_weight(up_proj.weight) is None
+            or _local_weight(up_proj.weight) is None
             or hasattr(up_proj, "_hf_hook")
         ):
             return False
@@ -175,7 +176,7 @@ class LatentAttention(ScoredAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the latents themselves: multi-query attention with keys of width r + R and values of r."""
         batch, heads, queries, _ = q_nope.shape
-        weight = cast(torch.Tensor, local_weight(self.kv_b_proj.weight))
+        weight = cast(torch.Tensor, _local_weight(self.kv_b_proj.weight))
         up_k, up_v = weight.view(heads, self.nope + self.value, self.rank).split(
             (self.nope, self.value), dim=1
         )  # (H, N, r), (H, V, r)

@@ -27,7 +27,7 @@ class Weights(NamedTuple):
 
 
 class Products:
-    """How the model multiplies: by torch's own functions. A subclass may know better, see `Linear.use`."""
+    """How the model multiplies: by torch's own functions. A subclass may have faster ones, see `Linear.use`."""
 
     @staticmethod
     def multiply(layer: Any, x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ class Products:
         return nn.Linear.forward(layer, x)
 
     def experts(self, experts: nn.Module, x: torch.Tensor, indices: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-        """What is faster than a grouped product on CPU, without gradients and for more than one token.
+        """The function that is faster than a grouped product on CPU, without gradients, for more than one token.
 
         Args:
             experts: a `PackedExperts`.
@@ -62,7 +62,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def use(cls, products: Products) -> None:
-        """Multiply by these from now on, in this process."""
+        """Have every `Linear` of this process multiply by these products from now on."""
         cls.products, cls.forward = products, products.multiply  # type: ignore[method-assign, assignment]
 
 

@@ -56,8 +56,8 @@ from .routing import ROUTERS, Router
 
 logger = logging.get_logger(__name__)
 
-# The modules that quantisers leave alone: gates, heads that a task has yet to train, and of MLA the narrow projections
-# that every head reads and the one whose matrix absorbed decoding folds.
+# The modules that quantisers leave alone: gates, task heads, which may be untrained, and in MLA the narrow projections
+# to the latents and `kv_b_proj`, whose weight absorbed decoding folds into the queries.
 UNQUANTISED = ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "shared_expert_gate", "score", "qa_outputs")
 # As quantisers match them, from the beginning of a module's name.
 UNQUANTISED_PATTERNS = frozenset(rf"(.*\.)?{name}" for name in UNQUANTISED)
@@ -90,7 +90,13 @@ def _layer_masks(
 
 
 def real_tokens(attention_mask: Any, length: int) -> torch.Tensor | None:
-    """`(batch, length)`, True where the mask says that one of the newest tokens is not padding; None: all are real."""
+    """`(batch, length)`, True where the mask says that a token is not padding; None: all are real.
+
+    Args:
+        attention_mask: the 2-D mask `(batch, past + length)`, or a dict of masks with it under `PADDING`. Others do not
+            say what is padding.
+        length: the number of new tokens, which the cache does not hold yet.
+    """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get(PADDING)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
@@ -149,11 +155,16 @@ def _shift_right(config: LlmArchConfig, tokens: torch.Tensor) -> torch.Tensor:
     start, pad = config.decoder_start_token_id, config.pad_token_id
     if config.wrap_decoder_start:
         if pad is None:
-            raise ValueError("pad_token_id is None: set it on the config, a text's last label is found by it.")
+            raise ValueError(
+                "pad_token_id is None: set it on the config, because wrap_decoder_start needs it to find a text's last "
+                "label."
+            )
         last = ((tokens != -100) & (tokens != pad)).sum(-1, keepdim=True) - 1
         first = tokens.gather(1, last.clamp(min=0))
     elif start is None:
-        raise ValueError("decoder_start_token_id is None: set it on the config, labels are shifted behind it.")
+        raise ValueError(
+            "decoder_start_token_id is None: set it on the config, because the decoder's tokens begin with it."
+        )
     else:
         first = torch.full_like(tokens[:, :1], start)
     shifted = torch.cat((first, tokens[:, :-1]), dim=-1)
@@ -253,7 +264,11 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
-        """As in transformers; key and value heads that devices cannot share out are computed on each of them."""
+        """As in transformers; where the key and value heads cannot be divided evenly, every device computes them all.
+
+        Raises:
+            ValueError: for a form of parallelism, or a number of devices, that the config does not go with.
+        """
         if distributed_config is None or not args or args[0] is None:
             return super().maybe_distribute_model(model, distributed_config, *args)
         refuse_sizes(model.config, distributed_config)
@@ -307,6 +322,7 @@ class LlmArchPreTrainedModel(PreTrainedModel):
 
     @property
     def weighs_balance(self) -> bool:
+        """Whether the config gives the balance loss or the z-loss a weight."""
         config = self.config
         return bool(config.num_experts and (config.router_aux_loss_coef or config.router_z_loss_coef))
 
@@ -439,8 +455,9 @@ class LlmArchModel(LlmArchPreTrainedModel):
             encoder that was run, its states.
 
         Raises:
-            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; when an encoder is to be read
-                that there is not; when the attention implementation set on the config would ignore one of its switches.
+            ValueError: unless exactly one of `input_ids` and `inputs_embeds` is given; for arguments of an encoder or a
+                decoder that the model does not have, or that are missing; when the attention implementation set on the
+                config would ignore one of its switches.
         """
         # The stacks return whole outputs; `can_return_tuple` makes a tuple of the result if the caller wants one.
         kwargs["return_dict"] = True
@@ -448,7 +465,8 @@ class LlmArchModel(LlmArchPreTrainedModel):
         if self.encoder is None:
             if decoder_input_ids is not None or encoder_hidden_states is not None:
                 raise ValueError(
-                    f"topology={self.config.topology!r} has no encoder to read from: leave out its arguments."
+                    f"topology={self.config.topology!r} has no encoder to read from: leave out decoder_input_ids and "
+                    "encoder_hidden_states."
                 )
             return self.run_layers(input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **given)
         if encoder_hidden_states is not None:
@@ -456,7 +474,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
             return self.run_layers(input_ids, attention_mask, position_ids, inputs_embeds, token_type_ids, **given)
         if decoder_input_ids is None:
             if input_ids is None:
-                raise ValueError("An encoder-decoder given embeddings cannot tell its decoder's tokens: give them.")
+                raise ValueError("An encoder-decoder that is given inputs_embeds needs decoder_input_ids as well.")
             decoder_input_ids = _shift_right(self.config, input_ids)
         kwargs |= self.wanted(kwargs)
         given |= kwargs
@@ -524,6 +542,7 @@ class LlmArchModel(LlmArchPreTrainedModel):
         return self.output(self.final_dropout(self.norm(x)), past)
 
     def new_cache(self) -> Cache:
+        """An empty cache; of an encoder-decoder one with a part for cross-attention."""
         own = DynamicCache(config=self.config)
         return own if self.encoder is None else EncoderDecoderCache(own, DynamicCache())
 
@@ -628,7 +647,10 @@ class LlmArchForCausalLM(LlmArchVocabularyModel, LlmArchGenerationMixin):
         """As in transformers; but a text that outgrows the length at which LongRoPE changes its frequencies is read
         again as a whole, because the keys in the cache were rotated by the former frequencies."""
         if self.looks_ahead:
-            raise ValueError("router_type='expert_choice' cannot generate: its experts pick among tokens yet to come.")
+            raise ValueError(
+                "router_type='expert_choice' cannot generate, because its experts also pick among later tokens: use a "
+                "model with router_type='top_k'."
+            )
         cache, lengths = kwargs.get(CACHE), self.rope_switch_lengths
         if cache is not None and hasattr(self, "_pp_stage"):
             raise ValueError(
@@ -792,13 +814,33 @@ class LlmArchForConditionalGeneration(LlmArchVocabularyModel, LlmArchGenerationM
     ) -> Seq2SeqLMOutput | Seq2SeqMoEOutput:
         """
         Args:
-            input_ids: `(batch, source length)`, with `attention_mask`; or `encoder_outputs`, once they are known.
-            decoder_input_ids: `(batch, length)`. None: made from `labels`.
-            labels: `(batch, length)`, what the decoder is to say, not shifted; -100 is ignored.
+            input_ids: `(batch, source length)`, what the encoder reads; or give `inputs_embeds`, or `encoder_outputs`
+                once they are known.
+            attention_mask: `(batch, source length)`, 1 where a token of the encoder is real and 0 where it is padding.
+            decoder_input_ids: `(batch, length)`, the decoder's tokens that the cache does not hold yet. None: made from
+                `labels`; or give `decoder_inputs_embeds`.
+            decoder_attention_mask: `(batch, past + length)`, the same as `attention_mask` for the decoder's tokens.
+            encoder_outputs: the outputs of the encoder, or a tuple that begins with its last hidden states
+                `(batch, source length, hidden_size)`.
+            cache: the keys and values of the decoder so far, which this call extends.
+            past_key_values: `cache` by its name before transformers 5.24; either is taken.
+            inputs_embeds: `(batch, source length, width)`, embeddings in place of `input_ids`.
+            decoder_inputs_embeds: `(batch, length, width)`, embeddings in place of `decoder_input_ids`.
+            decoder_position_ids: `(1 or batch, length)`. None: counted on from the cache.
+            labels: `(batch, length)`, the tokens that the decoder should predict, which are not shifted; -100 is
+                ignored.
+            use_cache: return a cache, and make one where none is given. None: as the config says.
+            logits_to_keep: see `LlmArchForCausalLM.forward`.
+            output_hidden_states: return the hidden states of both stacks. None: as the config says; so are the next.
+            output_attentions: return the attention weights of both stacks, and those of cross-attention.
+            output_router_logits: compute the routers' logits of both stacks.
             num_items_in_batch: divide the summed loss by it, so that gradient accumulation is exact.
 
         Returns:
             `loss` if there are labels, `logits` `(batch, kept, vocab_size)`, the cache, the encoder's outputs.
+
+        Raises:
+            ValueError: without tokens or embeddings for the decoder and without labels; see `LlmArchModel.forward`.
         """
         asked = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         wanted = self.wanted({**asked, "output_router_logits": output_router_logits})
@@ -896,9 +938,17 @@ class LlmArchTaskModel(LlmArchHeadModel):
     ) -> ModelOutput:
         """
         Args:
+            input_ids: `(batch, length)`; or give `inputs_embeds`.
+            attention_mask: `(batch, past + length)`, 1 where a token is real and 0 where it is padding.
+            token_type_ids: `(batch, length)`, for `type_vocab_size`. None: all 0.
+            position_ids: `(1 or batch, length)`. None: counted on from the cache.
+            inputs_embeds: `(batch, length, width)`, embeddings in place of `input_ids`, before positions are added.
             labels: see the class.
-            use_cache: without effect, as nothing is generated; `cache` or `past_key_values` are read where given.
-            decoder_input_ids: of an encoder-decoder; None: `input_ids`, moved to the right.
+            use_cache: without effect, as nothing is generated; a given cache is read.
+            cache: keys and values that precede the text, as prefix tuning gives them.
+            past_key_values: `cache` by its name before transformers 5.24; either is taken.
+            decoder_input_ids: `(batch, length)`, of an encoder-decoder. None: `input_ids`, shifted to the right.
+            decoder_attention_mask: `(batch, length)`, the same as `attention_mask` for them.
             num_items_in_batch: (keyword) divide the summed loss by it, so that gradient accumulation is exact.
 
         Returns:
@@ -934,11 +984,11 @@ class LlmArchTaskModel(LlmArchHeadModel):
     def predict(
         self, outputs: ModelOutput, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits of the base model's outputs."""
+        """The logits, given the outputs of the base model and the inputs that it got, `(batch, length)` each."""
         raise NotImplementedError  # abstract: no logits are right for every task
 
     def compare(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The loss."""
+        """The loss of the logits that `predict` returns, a scalar."""
         raise NotImplementedError  # abstract: as `predict`
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
@@ -1061,7 +1111,8 @@ class LlmArchForSequenceClassification(LlmArchTaskModel):
         real = real_tokens(attention_mask, x.shape[1])
         ends = ends if real is None else ends & real
         torch_compilable_check(
-            ends.any(-1).all(), "classifier_pooling='eos': a text of this batch has no eos_token_id (cut off?)."
+            ends.any(-1).all(),
+            "classifier_pooling='eos': a text of this batch has no eos_token_id. Truncation may have removed it.",
         )
         return ends
 
@@ -1094,7 +1145,8 @@ class LlmArchForTokenClassification(LlmArchTaskModel):
 class LlmArchForQuestionAnswering(LlmArchTaskModel):
     """The base model with the start and the end of an answer in the text.
 
-    `start_positions` and `end_positions` `(batch,)` are token indices; there is a logit a token for each.
+    `start_positions` and `end_positions` `(batch,)` are the labels, token indices; `start_logits` and `end_logits` are
+    `(batch, length)`.
     """
 
     def __init__(self, config: LlmArchConfig):

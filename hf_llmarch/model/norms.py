@@ -137,7 +137,7 @@ class BoundedSlots(NormSlots):
 
 
 class PreNorm(NormSlots):
-    """Nothing stands behind the branch, as in most decoders: they are spared the calls."""
+    """A branch whose output is added as it is, as in most decoders, so that `join` is a plain addition."""
 
     join = staticmethod(torch.add)  # type: ignore[assignment]
 

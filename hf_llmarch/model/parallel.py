@@ -1,8 +1,8 @@
-"""How the modules of a config's model are cut across devices, in transformers' names of styles.
+"""How the modules of a model are split over devices: plans in transformers' names for styles of parallelism.
 
-A plan is made from the config. Transformers refuses a plan that names a module the model does not have, and a module
-that is cut in the wrong way gives wrong numbers. What depends on the number of devices is settled when a model is
-spread over them.
+A plan is made from the config. transformers refuses a plan that names a module that the model does not have, and a
+module that is split in the wrong way gives wrong numbers. What depends on the number of devices is decided when a model
+is spread over them.
 """
 
 import re
@@ -20,24 +20,24 @@ from .compat import EP_DISPATCHES
 from .configuration_llmarch import LlmArchConfig
 from .declarations import SHARED, Feature, facts
 
-COLUMNS_THEN_ROWS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+_COLUMNS_THEN_ROWS = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
-# What each form of parallelism honours. A part that declares no facts is cut by none of them.
-DECLARED = frozenset(Feature) - {Feature.UNDECLARED}
-# Tensor parallel: attention that is cut by heads. Attention with another demand stays whole.
-BY_HEADS = (AROUND - {Feature.ALL_HEADS}) | {Feature.SOFT_CAP, Feature.CHUNKS}
+# What each form of parallelism honours. None of them splits a part that declares no facts.
+_DECLARED = frozenset(Feature) - {Feature.UNDECLARED}
+# Tensor parallel: what attention may ask for and still be split by heads. Attention that asks for more stays whole.
+_BY_HEADS = (AROUND - {Feature.ALL_HEADS}) | {Feature.SOFT_CAP, Feature.CHUNKS}
 # Pipeline: transformers sends hidden states to the next stage as if they were embeddings, and keeps `embed_tokens`,
 # `layers`, `norm` and `lm_head` alone apart. Whatever else stands before the first layer or after the last one would
 # act once in each stage.
 PIPELINE = (AROUND - {Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.BEFORE_LAYERS, Feature.AFTER_LAYERS}) | {
     *(Feature.SOFT_CAP, Feature.SINKS, Feature.SCORE_BIAS, Feature.CHUNKS),
 }
-# Context parallel: each device sees a part of a text, no mask, and nothing that is added to scores.
-CONTEXT = AROUND - {Feature.WINDOWS, Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.WHOLE_ROWS}
+# Context parallel: each device has a part of the text, and gets neither a mask nor a bias for its scores.
+_CONTEXT = AROUND - {Feature.WINDOWS, Feature.BOTH_SIDES, Feature.TWO_STACKS, Feature.WHOLE_ROWS}
 # The options of transformers' `DistributedConfig` that are refused where their form does not honour a demand.
-FORMS: dict[str, tuple[str, frozenset[Feature]]] = {
-    "tp_size": ("tensor parallelism", DECLARED),
-    "ep_size": ("expert parallelism", DECLARED),
+_FORMS: dict[str, tuple[str, frozenset[Feature]]] = {
+    "tp_size": ("tensor parallelism", _DECLARED),
+    "ep_size": ("expert parallelism", _DECLARED),
     "pp_size": ("pipeline", PIPELINE),
 }
 
@@ -48,57 +48,57 @@ FORMS: dict[str, tuple[str, frozenset[Feature]]] = {
 def tensor_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
     """Attention by heads, as its class declares, and feed-forwards by inner width.
 
-    Some parts stay whole, hence are computed on every device: attention with numbers that belong to all heads together
-    (sinks, norms over the projection or with a weight per head, biases of scores), and packed experts with biases.
+    Some parts stay whole, so that every device computes them: attention with parameters that span the heads (sinks,
+    norms over the projection or with a weight per head, biases of scores), and packed experts with biases.
     """
     layers = config.layer_configs()
     asked = demands(config)
     kinds = {ATTENTIONS[layer.attention_kind] for layer in layers}
     plan: dict[str, str] = {}
     # A plan says the same for all layers, so their attentions must be of one class.
-    if len(kinds) == 1 and BY_HEADS.issuperset(demand.feature for demand in asked):
-        plan |= within("layers.*.self_attn", facts(kinds.pop()).tensor_plan(config, layers))
-    # Positions are the business of self-attention alone.
+    if len(kinds) == 1 and _BY_HEADS.issuperset(demand.feature for demand in asked):
+        plan |= _within("layers.*.self_attn", facts(kinds.pop()).tensor_plan(config, layers))
+    # Only self-attention uses the position encoding, so its demands do not concern cross-attention.
     asked = tuple(demand for demand in asked if demand.field != "position_encoding")
-    if config.topology == "encoder-decoder" and BY_HEADS.issuperset(demand.feature for demand in asked):
-        plan |= within("layers.*.cross_attn", facts(CrossAttention).tensor_plan(config, layers))
-    return plan | feed_forward_plan(config)
+    if config.topology == "encoder-decoder" and _BY_HEADS.issuperset(demand.feature for demand in asked):
+        plan |= _within("layers.*.cross_attn", facts(CrossAttention).tensor_plan(config, layers))
+    return plan | _feed_forward_plan(config)
 
 
-def within(module: str, plan: dict[str, str]) -> dict[str, str]:
+def _within(module: str, plan: dict[str, str]) -> dict[str, str]:
     """A plan of submodules as one of the whole model."""
     return {f"{module}.{name}": style for name, style in plan.items()}
 
 
-def feed_forward_plan(config: LlmArchConfig) -> dict[str, str]:
+def _feed_forward_plan(config: LlmArchConfig) -> dict[str, str]:
     plan: dict[str, str] = {}
     sparse = []
     for i, kind in enumerate(config.mlp_layer_types or ["dense"] * config.num_hidden_layers):
         layer = config.layer(i)
         if kind == "dense":
-            plan |= cut("layers.*.mlp", layer)
+            plan |= _split_feed_forward("layers.*.mlp", layer)
         else:
             sparse.append(layer)
-            plan |= cut("layers.*.mlp.shared_experts", layer) if layer.shared_width else {}
+            plan |= _split_feed_forward("layers.*.mlp.shared_experts", layer) if layer.shared_width else {}
     # A plan says the same for all layers, so their experts must be alike.
     layouts = {layer.experts_layout for layer in sparse}
     if layouts == {"linear"}:
         for layer in sparse:
-            plan |= cut("layers.*.mlp.experts.*", layer)
+            plan |= _split_feed_forward("layers.*.mlp.experts.*", layer)
     if layouts == {"packed"} and not any(layer.ffn_bias for layer in sparse):
-        # With a bias, that of `down_proj` would be added once a device.
+        # The bias of `down_proj` would be added once on each device.
         for layer in sparse:
-            plan |= packed_plan(layer)
+            plan |= _packed_plan(layer)
     return plan
 
 
-def cut(module: str, layer: LlmArchConfig) -> dict[str, str]:
-    names = [name for name in COLUMNS_THEN_ROWS if layer.ffn_type == "glu" or name != "gate_proj"]
-    plan = {f"{module}.{name}": COLUMNS_THEN_ROWS[name] for name in names}
+def _split_feed_forward(module: str, layer: LlmArchConfig) -> dict[str, str]:
+    names = [name for name in _COLUMNS_THEN_ROWS if layer.ffn_type == "glu" or name != "gate_proj"]
+    plan = {f"{module}.{name}": _COLUMNS_THEN_ROWS[name] for name in names}
     return plan | ({f"{module}.act_fn": SHARED} if layer.swish_beta == "learned" else {})
 
 
-def packed_plan(layer: LlmArchConfig) -> dict[str, str]:
+def _packed_plan(layer: LlmArchConfig) -> dict[str, str]:
     up = {"gate_up_proj": "packed_colwise"} if layer.ffn_type == "glu" else {"up_proj": "colwise"}
     plan = {f"layers.*.mlp.experts.{name}": style for name, style in {**up, "down_proj": "rowwise"}.items()}
     if layer.swish_beta == "learned":
@@ -110,7 +110,7 @@ def packed_plan(layer: LlmArchConfig) -> dict[str, str]:
 
 
 def expert_parallel_plan(config: LlmArchConfig) -> dict[str, str]:
-    """Whole experts on different devices: of packed experts only, which are cut along their first dimension."""
+    """Whole experts on different devices. Only packed experts can be split so, along their first dimension."""
     layers = [config.layer(i) for i, kind in enumerate(config.mlp_layer_types or ()) if kind == "sparse"]
     if not layers or any(layer.experts_layout != "packed" for layer in layers):
         return {}
@@ -144,8 +144,8 @@ def pipeline_plan(config: LlmArchConfig) -> dict[str, tuple[list[str], list[str]
 
 
 def supports_context(config: LlmArchConfig) -> bool:
-    """Whether texts can be cut across devices, each of which then sees a part of a text, and no mask."""
-    return CONTEXT.issuperset(demand.feature for demand in demands(config))
+    """Whether a text can be split over devices, each of which then has a part of it, and no mask."""
+    return _CONTEXT.issuperset(demand.feature for demand in demands(config))
 
 
 # -- fitting a model to its devices ----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def refuse_sizes(config: LlmArchConfig, sizes: Any) -> None:
         ValueError: for a layout that would give other numbers, naming the switches that it does not go with.
     """
     asked = demands(config)
-    for option, (form, honoured) in FORMS.items():
+    for option, (form, honoured) in _FORMS.items():
         size = getattr(sizes, option, None) or 1
         lacking = [demand for demand in asked if demand.feature not in honoured]
         if size > 1 and lacking:
@@ -173,8 +173,8 @@ def refuse_sizes(config: LlmArchConfig, sizes: Any) -> None:
         bound = layer.capacity_factor if layer.expert_capacity is None else layer.expert_capacity
         if getattr(sizes, "enable_expert_parallel", False) and bound is not None and not EP_DISPATCHES:
             raise ValueError(
-                "Before transformers 5.19, expert parallelism numbers each process's experts from 0 before their room "
-                "is counted: capacity_factor and expert_capacity need a newer one, or tp_size alone."
+                "capacity_factor and expert_capacity need transformers 5.19 or newer for expert parallelism: older "
+                "releases renumber each process's experts before tokens are counted. Upgrade it, or use tp_size alone."
             )
 
 
@@ -219,14 +219,14 @@ def pick_heads(attention: Attention, mesh: Any) -> None:
     picks = torch.tensor(read[:: attention.num_key_value_groups])
 
     def pick(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
-        by_head = whole_gradient(out, mesh).unflatten(-1, (-1, attention.head_dim))
+        by_head = _whole_gradient(out, mesh).unflatten(-1, (-1, attention.head_dim))
         return by_head[..., picks.to(out.device), :].flatten(-2)
 
     for projection in (attention.k_proj, attention.v_proj):
         projection.register_forward_hook(pick)
 
 
-def whole_gradient(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+def _whole_gradient(x: torch.Tensor, mesh: Any) -> torch.Tensor:
     """The same tensor, with a gradient that is summed over the mesh: each device computes only a part of it."""
     from torch.distributed.tensor import DTensor, Partial, Replicate  # not in every build of torch
 

@@ -1,4 +1,7 @@
-"""How order enters the model. Every encoding has the same four places to act, and the base class acts in none.
+"""Position encodings. Each overrides those of three methods that it needs, all of which do nothing in the base class.
+
+`embed` adds to the embedding, `prepare` computes rotations or score biases once a forward pass, and `rotation` says how
+attention rotates queries and keys.
 
 Shapes: `B` batch, `T` query, `S` key, `H` heads, `D` head width, `R` rotated channels, `C` model width.
 """
@@ -22,7 +25,7 @@ from .declarations import Facts, Feature
 
 # What `prepare` returns: for each layer type, or layer index, the keyword arguments its layers get.
 State = dict[str | int, dict[str, Any]]
-# Beside the masks by layer type, the 2-D padding mask that they were made from.
+# In a dict of masks by layer type, the key of the 2-D padding mask that they were made from.
 PADDING = "padding"
 Rotation = Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, torch.Tensor]]
 
@@ -48,7 +51,7 @@ class Positions(Fp32Buffers):
 
     @staticmethod
     def rotation(config: LlmArchConfig) -> Rotation:
-        """The function that turns queries and keys `(B, H, T, D)` by the prepared state."""
+        """A function of queries `(B, H, T, D)`, keys `(B, G, T, D)` and the prepared state that rotates both."""
         return no_rotation
 
 
@@ -111,34 +114,34 @@ class SinusoidalPositions(Positions):
 # -- rotations -------------------------------------------------------------------------------------------------------
 
 
-def rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate_halves(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (i, i + R/2), as LLaMA and GPT-NeoX lay them out."""
     cos, sin = state
     half = cos.shape[-1] // 2
     return torch.addcmul(q * cos, q.roll(half, -1), sin), torch.addcmul(k * cos, k.roll(half, -1), sin)
 
 
-def rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate_neighbours(q: torch.Tensor, k: torch.Tensor, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the channel pairs (2i, 2i + 1), as in arXiv 2104.09864 and GPT-J."""
     cos, sin = state
     return torch.addcmul(q * cos, _swap_neighbours(q), sin), torch.addcmul(k * cos, _swap_neighbours(k), sin)
 
 
-# A pair (x, y) turns into (x cos - y sin, y cos + x sin): the state's sin comes with these signs.
+# A pair (x, y) becomes (x cos - y sin, y cos + x sin): the sin that `RotaryEmbedding` prepares has these signs.
 
 
 def _swap_neighbours(x: torch.Tensor) -> torch.Tensor:
     return torch.stack((x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
 
 
-def rotate_part(q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotate_part(q: torch.Tensor, k: torch.Tensor, state: Any, rotate: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the first R channels of a head and leave the others without position."""
     width = state[0].shape[-1]
     rotated_q, rotated_k = rotate(q[..., :width], k[..., :width], state)
     return torch.cat((rotated_q, q[..., width:]), dim=-1), torch.cat((rotated_k, k[..., width:]), dim=-1)
 
 
-class RopeView:
+class _RopeView:
     """The few attributes that transformers' frequency functions read, for one layer type.
 
     Given the config, those functions would take `head_dim` for the rotated width, which for MLA is `qk_rope_head_dim`,
@@ -152,10 +155,10 @@ class RopeView:
         self.rope_parameters = parameters
 
     def standardize_rope_params(self) -> None:
-        """The config has done so."""
+        """Do nothing: the config has brought its parameters into transformers' standard form already."""
 
 
-def default_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
+def _default_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
     """theta^(-2i/R), arXiv 2104.09864; R is the rotated part of a head."""
     parameters = config.rope_parameters
     width = int(config.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
@@ -163,22 +166,22 @@ def default_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
-def ntk_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
+def _ntk_frequencies(config: Any, device: Any = None, **kwargs: Any) -> tuple[torch.Tensor, float]:
     """Static NTK-aware scaling: the base becomes theta * factor^(R/(R-2)), so that the slowest channel is interpolated
     by `factor` and the fastest is left alone."""
     parameters = dict(config.rope_parameters)
     width = int(config.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
     parameters["rope_theta"] = parameters["rope_theta"] * parameters["factor"] ** (width / (width - 2))
-    view = RopeView.__new__(RopeView)
+    view = _RopeView.__new__(_RopeView)
     view.head_dim, view.rope_parameters = config.head_dim, parameters
-    return default_frequencies(view, device)
+    return _default_frequencies(view, device)
 
 
 # Transformers lacks these two; its own table has linear, dynamic, yarn, longrope and llama3.
 ROPE_FREQUENCIES: dict[str, Callable[..., tuple[torch.Tensor, float]]] = {
     **ROPE_INIT_FUNCTIONS,
-    "default": default_frequencies,
-    "ntk": ntk_frequencies,
+    "default": _default_frequencies,
+    "ntk": _ntk_frequencies,
 }
 
 
@@ -191,7 +194,7 @@ class RotaryEmbedding(Fp32Buffers):
     def __init__(self, config: LlmArchConfig, parameters: dict[str, Any]):
         super().__init__()
         # The names are those that transformers' `dynamic_rope_update` works on.
-        self.config = RopeView(config, parameters)
+        self.config = _RopeView(config, parameters)
         self.rope_type = parameters["rope_type"]
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.interleaved = config.rope_interleaved
@@ -222,7 +225,7 @@ class RotaryEmbedding(Fp32Buffers):
 
 
 class DynamicRotaryEmbedding(RotaryEmbedding):
-    """Dynamic NTK: frequencies that depend on the length of the text at hand, and on no earlier one."""
+    """Dynamic NTK, whose frequencies depend on the length of the present text alone, not on earlier texts."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Transformers keeps the frequencies of the longest text so far, and a shorter one would get them too.
@@ -265,10 +268,10 @@ class RotaryPositions(Positions):
 
     @staticmethod
     def rotation(config: LlmArchConfig) -> Rotation:
-        rotate = rotate_neighbours if config.rope_interleaved else rotate_halves
+        rotate = _rotate_neighbours if config.rope_interleaved else _rotate_halves
         factors = [p.get("partial_rotary_factor") or 1.0 for p in config.rope_by_layer_type.values()]
-        # MLA hands over the rotated part alone.
-        return rotate if all(factor == 1.0 for factor in factors) else partial(rotate_part, rotate=rotate)
+        # MLA passes only the part of a head that is rotated, so there is nothing to split off.
+        return rotate if all(factor == 1.0 for factor in factors) else partial(_rotate_part, rotate=rotate)
 
 
 # -- added to the scores ---------------------------------------------------------------------------------------------
@@ -277,8 +280,8 @@ class RotaryPositions(Positions):
 class ScoreBias(Positions):
     """A bias `(1, H, T, S)` on attention scores that depends on key index minus query index alone.
 
-    So left padding and packed sequences need nothing special, and each layer type needs one: a sliding cache's keys
-    do not begin at index 0.
+    Left padding and packed sequences therefore need no special treatment. Each layer type has its own bias, because the
+    keys of a sliding cache do not begin at index 0.
     """
 
     def __init__(self, config: LlmArchConfig):
@@ -287,7 +290,7 @@ class ScoreBias(Positions):
 
     def bias(self, distance: torch.Tensor) -> torch.Tensor:
         """`(H, T, S)` for key index minus query index `(T, S)`."""
-        raise NotImplementedError(f"{type(self).__name__} must say its bias")
+        raise NotImplementedError(f"{type(self).__name__} must implement `bias`.")
 
     def biases(self, distances: dict[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
         """The bias of each layer type, given its distances."""
@@ -406,7 +409,7 @@ class RelativeBias(ScoreBias):
 
     def biases(self, distances: dict[str, torch.Tensor]) -> dict[str | int, torch.Tensor]:
         buckets = {
-            kind: relative_buckets(distance, self.buckets, self.max_distance, self.bidirectional)
+            kind: _relative_buckets(distance, self.buckets, self.max_distance, self.bidirectional)
             for kind, distance in distances.items()
         }
         if self.shared:
@@ -415,9 +418,12 @@ class RelativeBias(ScoreBias):
         return {int(i): table(buckets[self.kinds[int(i)]]).permute(2, 0, 1) for i, table in tables.items()}
 
 
-def relative_buckets(distance: torch.Tensor, buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
-    """T5's buckets: one a distance up to half of them, then logarithmic up to `max_distance`; where keys may come
-    after the query, they have the second half of the buckets to themselves."""
+def _relative_buckets(distance: torch.Tensor, buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
+    """T5's bucket of each distance `(T, S)`, arXiv 1910.10683 section 2.1.
+
+    The first half of the buckets holds one distance each, the second grows logarithmically up to `max_distance`. In an
+    encoder, keys after the query have buckets of their own: half of all.
+    """
     side = torch.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -442,11 +448,11 @@ def attention_scale(config: LlmArchConfig, layer_idx: int = 0) -> float:
     """The factor on q.k: as configured, else 1/sqrt(query/key width)."""
     scale = config.query_key_head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     if config.attention_kind == "mla" and config.attention_scale is None:
-        scale *= yarn_mscale(config.rope_by_layer_type[config.layer_types[layer_idx]]) ** 2
+        scale *= _yarn_mscale(config.rope_by_layer_type[config.layer_types[layer_idx]]) ** 2
     return scale / (layer_idx + 1) if config.attention_scale_by_layer else scale
 
 
-def yarn_mscale(parameters: dict[str, Any]) -> float:
+def _yarn_mscale(parameters: dict[str, Any]) -> float:
     """0.1 * mscale_all_dim * ln(factor) + 1, DeepSeek's correction of the softmax scale under YaRN; else 1."""
     mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor") or 1.0
     if parameters.get("rope_type") != "yarn" or not mscale or factor <= 1:
