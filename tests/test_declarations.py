@@ -257,6 +257,8 @@ def test_a_new_family_is_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         weights=LLAMA_WEIGHTS,
         architectures={CAUSAL_LM: "ToyForCausalLM"},
         native=ToyConfig,
+        # The class is not transformers' own, so nothing tells which of its keys are read.
+        inert=("architectures", "transformers_version"),
     )
     monkeypatch.setitem(sys.modules, file.__name__, file)
     monkeypatch.setattr(home, "NAMES", (*home.NAMES, "toy"))

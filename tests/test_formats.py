@@ -401,7 +401,10 @@ def test_load_takes_what_from_pretrained_takes(sharded: Path, case: str) -> None
 
 # -- export ------------------------------------------------------------------------------------------------------------
 
-DEEPSEEK = {**MLA, **MOE, "n_group": 1, "topk_group": 1, "latent_norm_eps": None, "norm_eps": 1e-6}
+DEEPSEEK = {
+    **{**MLA, **MOE, "n_group": 1, "topk_group": 1, "latent_norm_eps": None, "norm_eps": 1e-6},
+    "keep_in_fp32": ["router"],
+}
 SAME: dict[str, tuple[str, Callable[[], LlmArchConfig]]] = {
     "an eps that is the other norms'": (
         "deepseek_v2",

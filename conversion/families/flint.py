@@ -28,10 +28,15 @@ FAMILY = decoder(
         Const("qk_norm", "head"),
         Const("attention_sinks", True),
         Const("scores_in_fp32", True),
-        Const("keep_in_fp32", ["router", "sinks"]),
+        Const("keep_in_fp32", ["sinks"]),
         *MASKED_LAYER_TYPES,
         FULL_WITHOUT_POSITION,
-        *qwen_experts_and(*SHARED_WIDTH, Const("router_score", "sigmoid"), Const("router_in_fp32", True)),
+        *qwen_experts_and(
+            *SHARED_WIDTH,
+            Const("router_score", "sigmoid"),
+            Const("router_in_fp32", True),
+            Const("keep_in_fp32", ["router", "sinks"]),
+        ),
     ],
     [
         *LLAMA_WEIGHTS,
