@@ -105,9 +105,12 @@ def there_and_back(native: PreTrainedModel, tmp_path: Path, config: Any) -> dict
     export(tmp_path / "ours", tmp_path / "back", adapter=tmp_path / "ours/adapter", progress=False)
     assert_same_bytes(tmp_path / "back/adapter", tmp_path / "adapter")
     back = PeftModel.from_pretrained(type(native).from_pretrained(tmp_path / "back"), tmp_path / "back/adapter")
-    # Read from files like it: kernels may add in another order for a model that was built in memory.
     again = PeftModel.from_pretrained(type(native).from_pretrained(tmp_path / "native"), tmp_path / "adapter")
-    assert torch.equal(logits(back.eval()), logits(again.eval()))
+    weights, known = back.state_dict(), again.state_dict()
+    assert weights.keys() == known.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in known.items())
+    # Not bit for bit: where weights begin in their files decides in which order some kernels add.
+    assert_close(logits(back.eval()), expected, "reload")
     written = json.loads((tmp_path / "ours/adapter/adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tmp_path / "ours")
     return written
